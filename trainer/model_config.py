@@ -165,7 +165,7 @@ def _fraction(value: float | None, name: str, found: list[Problem]) -> None:
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """The update: advantages, loss, correction, optimizer, memory. docs/losses.md has the formulas."""
+    """The update: advantages, loss, correction, optimizer, memory. Formulas: docs/losses.md."""
 
     estimator: Literal["grpo", "dr_grpo", "rloo", "mean"] = "grpo"
     loss: Literal["grpo", "gspo", "cispo", "decoupled_ppo", "reinforce"] = "grpo"
@@ -178,7 +178,7 @@ class LearnerConfig:
     """0.28 is DAPO's clip-higher. For gspo 3e-4 and 4e-4 are the paper's; for cispo `clip_high`
     bounds the weight from above."""
     clip_dual: float | None = None
-    """Upper bound on the loss of a token with a negative advantage, in units of it (3.0 is usual)."""
+    """Upper bound on the loss of a token with a negative advantage, in units of it (often 3.0)."""
     old_logprobs: Literal["rollout", "learner"] = "rollout"
     """Against whom the ratio is taken: the engine's recorded log-probs, or the learner's own before
     the update (then `correction` bridges the two; decoupled_ppo always does)."""

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from trainer.errors import ConfigError
 from trainer.model_config import ModelConfig
 from trainer.packing import ATTENTION, register_attention
-from trainer.tokenizer import CharTokenizer, HFTokenizer, Tokenizer, load_tokenizer
+from trainer.tokenizer import CharTokenizer, HFTokenizer, ModelTokenizer, load_tokenizer
 from trainer.upcycle import upcycle
 
 __all__ = ["ModelError", "build_model", "context_max", "export_hf", "find_gguf", "torch_dtype"]
@@ -32,7 +33,7 @@ _READ_BY_MODELS = frozenset({"head_dim"})
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class ModelError(ValueError):
+class ModelError(ConfigError):
     """A model that cannot be built: says what was given, what is allowed, what to do."""
 
 
@@ -49,7 +50,7 @@ def build_model(
     dtype: torch.dtype | None = None,
     *,
     attention: str = ATTENTION,
-) -> tuple[Any, Tokenizer]:
+) -> tuple[Any, ModelTokenizer]:
     """The model and its tokenizer. `attention="sdpa"` gives one for use outside the trainer.
 
     The same config gives the same weights in every process. Raises ModelError.
@@ -84,7 +85,7 @@ def context_max(model: Any) -> int:
     return int(model.config.max_position_embeddings)
 
 
-def export_hf(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
+def export_hf(model: Any, tokenizer: ModelTokenizer, folder: Path) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".hf-") as scratch:
@@ -130,7 +131,9 @@ def _from_scratch(config: Mapping[str, Any], seed: int) -> Any:
             "such as Qwen3MoeForCausalLM, OlmoeForCausalLM, MixtralForCausalLM, LlamaForCausalLM"
         )
     known = architecture.config_class()
-    unknown = sorted(key for key in values if not hasattr(known, key) and key not in _READ_BY_MODELS)
+    unknown = sorted(
+        key for key in values if not hasattr(known, key) and key not in _READ_BY_MODELS
+    )
     if unknown:
         raise ModelError(f"model.config: {name} has no field {', '.join(unknown)}")
     with torch.random.fork_rng(devices=[]):
@@ -153,7 +156,7 @@ def _from_folder(folder: Path) -> Any:
         raise ModelError(f"no model could be read from {folder}: {error}") from error
 
 
-def _tokenizer(config: ModelConfig, folder: Path | None) -> Tokenizer:
+def _tokenizer(config: ModelConfig, folder: Path | None) -> ModelTokenizer:
     if config.tokenizer == "char":
         return CharTokenizer(config.alphabet)
     if config.tokenizer != "auto":
@@ -166,8 +169,7 @@ def _gguf_folder(config: ModelConfig) -> Path:
     """The GGUF file as a Hugging Face folder, converted once (half a minute) and kept."""
     assert config.gguf is not None
     file = find_gguf(config.gguf)
-    if config.cache_dir is None:
-        raise ModelError("model.cache_dir is needed to load a GGUF file: it keeps the conversion")
+    assert config.cache_dir is not None, "problems() demands it"
     stat = file.stat()
     identity = json.dumps([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
     folder = Path(config.cache_dir) / f"gguf-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
@@ -181,7 +183,7 @@ def _convert_gguf(file: Path, folder: Path) -> None:
 
     place, name = str(file.parent), file.name
     tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         place, gguf_file=name, dtype=torch.float32, local_files_only=True
     )
     # The weights are plain float32 now, but save_pretrained refuses while these marks are there.

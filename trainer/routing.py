@@ -17,14 +17,17 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["RouterInfo", "Routing", "UnsupportedRouter", "router_modules", "routing_dtype"]
+from trainer.errors import ConfigError
+from trainer.rollout import narrowest_unsigned
+
+__all__ = ["RouterInfo", "Routing", "UnsupportedRouter", "router_modules", "stack_recorded"]
 
 _ALWAYS_NORMALIZED = frozenset({"MixtralTopKRouter"})
 """Routers whose chosen probabilities are always scaled to sum to one; others say so themselves."""
 RouterOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class UnsupportedRouter(TypeError):
+class UnsupportedRouter(ConfigError):
     """A router whose gate weights this module does not know how to recompute."""
 
 
@@ -39,14 +42,7 @@ class RouterInfo:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return routing_dtype(self.experts)
-
-
-def routing_dtype(experts: int) -> np.dtype[Any]:
-    """The narrowest unsigned type that holds the expert count (lifecycle.md, *segment*)."""
-    if experts > 65536:
-        raise UnsupportedRouter(f"{experts} experts; at most 65536 can be recorded")
-    return np.dtype(np.uint8 if experts <= 256 else np.uint16)
+        return narrowest_unsigned(self.experts)
 
 
 def router_modules(model: nn.Module) -> list[Any]:
@@ -96,7 +92,7 @@ class Routing:
 
         A second forward pass overwrites the first.
         """
-        assert self._forced is None and self._recorded is None, "routing hooks are busy"
+        self._assert_free()
         self._recorded = [None] * self.info.layers
         try:
             yield self._recorded
@@ -110,7 +106,7 @@ class Routing:
         routed: integers `[T, layers, top_k]` in packed order; known: bool `[T]`, rows that are
         not known are routed live. Raises ValueError on another shape.
         """
-        assert self._forced is None and self._recorded is None, "routing hooks are busy"
+        self._assert_free()
         wanted = (self.info.layers, self.info.top_k)
         if routed.ndim != 3 or tuple(routed.shape[1:]) != wanted:
             raise ValueError(
@@ -123,6 +119,10 @@ class Routing:
             yield
         finally:
             self._forced = self._known = None
+
+    def _assert_free(self) -> None:
+        assert self._forced is None, "a replay is active on this model"
+        assert self._recorded is None, "a recording is active on this model"
 
     def _hook(self, layer: int, normalized: bool) -> Any:
         def hook(_router: nn.Module, _inputs: Any, output: RouterOutput) -> RouterOutput | None:

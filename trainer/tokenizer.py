@@ -11,41 +11,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from trainer.engine.protocol import Tokenizer
+from trainer.errors import ConfigError
 from trainer.model_config import CHAR_ALPHABET
 
-__all__ = ["CharTokenizer", "HFTokenizer", "Tokenizer", "TokenizerError", "load_tokenizer"]
+__all__ = ["CharTokenizer", "HFTokenizer", "ModelTokenizer", "TokenizerError", "load_tokenizer"]
 
 _CHAR_FILE = "char_tokenizer.json"
 _CHAR_FORMAT = "shmrl-char-1"
 
 
-class TokenizerError(ValueError):
+class TokenizerError(ConfigError):
     """Text that the tokenizer cannot say, or a tokenizer folder that cannot be read."""
 
 
-class Tokenizer(Protocol):
-    """What engine, environments and warm-up need of a tokenizer."""
+class ModelTokenizer(Tokenizer, Protocol):
+    """A tokenizer that knows its size and can be written beside a model."""
 
-    @property
-    def eos_token_id(self) -> int: ...
-    @property
-    def pad_token_id(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without added special tokens."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens skipped."""
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        """Token ids of a conversation, ending where the assistant is to speak."""
-
     def save(self, folder: Path) -> None:
         """Write what `load_tokenizer` reads."""
+        ...
 
 
 class CharTokenizer:
@@ -74,15 +62,19 @@ class CharTokenizer:
                 "add it to model.alphabet"
             ) from None
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         table = self._text_of
         try:
-            return "".join([table[index] for index in ids])
+            return "".join([table[index] for index in token_ids])
         except IndexError:
-            raise TokenizerError(f"token ids must be below {len(table)}; got {max(ids)}") from None
+            raise TokenizerError(
+                f"token ids must be below {len(table)}; got {max(token_ids)}"
+            ) from None
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         if tools:
             raise TokenizerError("the character tokenizer has no way to describe tools")
@@ -98,7 +90,9 @@ class HFTokenizer:
 
     def __init__(self, inner: Any) -> None:
         if inner.eos_token_id is None:
-            raise TokenizerError("the tokenizer names no end-of-sequence token; generation needs one")
+            raise TokenizerError(
+                "the tokenizer names no end-of-sequence token; generation needs one"
+            )
         self.inner = inner
 
     @property
@@ -117,11 +111,13 @@ class HFTokenizer:
     def encode(self, text: str) -> list[int]:
         return cast(list[int], self.inner.encode(text, add_special_tokens=False))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.inner.decode([int(i) for i in token_ids], skip_special_tokens=True))
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         if self.inner.chat_template is None:
             raise TokenizerError("the tokenizer has no chat template; give the prompt as text")
@@ -138,7 +134,7 @@ class HFTokenizer:
         self.inner.save_pretrained(str(folder))
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path) -> ModelTokenizer:
     """The tokenizer in `folder`: what `save` wrote, or any Hugging Face tokenizer.
 
     Raises TokenizerError when there is none.
@@ -147,7 +143,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if char_file.exists():
         record = json.loads(char_file.read_text(encoding="utf-8"))
         if record.get("format") != _CHAR_FORMAT:
-            raise TokenizerError(f"{char_file} has format {record.get('format')!r}, not {_CHAR_FORMAT}")
+            raise TokenizerError(
+                f"{char_file} has format {record.get('format')!r}, not {_CHAR_FORMAT}"
+            )
         return CharTokenizer(record["alphabet"])
     from transformers import AutoTokenizer  # slow to import, not needed for characters
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainer.errors import ConfigError
 from trainer.model_config import UpcycleConfig
 
 __all__ = ["UpcycleError", "upcycle"]
@@ -34,12 +35,12 @@ _SHARED_FIELDS = (
 )
 
 
-class UpcycleError(ValueError):
+class UpcycleError(ConfigError):
     """A dense model for which no mixture of experts with the same attention is known."""
 
 
-def _target(dense: Any, config: UpcycleConfig) -> tuple[Any, str]:
-    """The mixture's class with its config, and the name of its expert count there."""
+def _target(dense: Any, config: UpcycleConfig) -> tuple[Any, Any]:
+    """The mixture's class and its config."""
     import transformers
 
     old = dense.config
@@ -48,14 +49,14 @@ def _target(dense: Any, config: UpcycleConfig) -> tuple[Any, str]:
     if name in ("LlamaForCausalLM", "MistralForCausalLM"):
         if getattr(old, "attention_bias", False) or getattr(old, "mlp_bias", False):
             raise UpcycleError(f"{name} with biases has no mixture with the same attention")
-        made = transformers.MixtralConfig(
+        mixtral = transformers.MixtralConfig(
             **shared,
             intermediate_size=old.intermediate_size,
             num_local_experts=config.experts,
             num_experts_per_tok=config.top_k,
             sliding_window=getattr(old, "sliding_window", None),
         )
-        return transformers.MixtralForCausalLM, made
+        return transformers.MixtralForCausalLM, mixtral
     if name == "Qwen3ForCausalLM":
         made = transformers.Qwen3MoeConfig(
             **shared,

@@ -83,7 +83,7 @@ class SourceConfig:
     answer_field: str = _opt("answer", "jsonl: field of the answer that the judge sees.")
     system: str | None = _opt(None, "System message put before the prompt (needs a chat template).")
     chat: bool = _opt(False, "Wrap the prompt in the tokenizer's chat template.")
-    repeat: bool = _opt(True, "jsonl: start over when the file ends (the order changes each time).")
+    repeat: bool = _opt(True, "jsonl: start over, in another order, when the file ends.")
     holdout: float = _opt(
         0.1, "Share of the distinct prompts kept for evaluation and never trained.", ge=0.0, lt=1.0
     )

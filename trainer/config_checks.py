@@ -143,7 +143,8 @@ def _schedule(config: Config) -> _Found:
         yield (
             "learner.temperature",
             f"is {config.learner.temperature}, but rollouts are sampled at "
-            f"{config.rollout.temperature}: the loss would use other probabilities than those that were sampled",
+            f"{config.rollout.temperature}: the loss would use other probabilities than the "
+            "sampling",
         )
     context = int((config.model.config or {}).get("max_position_embeddings", 0) or 0)
     if context and config.rollout.max_new_tokens >= context:

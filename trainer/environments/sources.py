@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,7 +52,7 @@ class PromptSource(Protocol):
 def build_source(task: TaskConfig, *, seed: int, held_out: bool) -> PromptSource:
     """The training or the held-out side of a task's prompts. Raises BadPrompts."""
     if task.source.kind == "jsonl":
-        return JsonlSource(task.name, task.source, seed=seed, held_out=held_out)
+        return JsonlSource(task.name, task.source, held_out=held_out)
     return ReasoningGymSource(task.name, task.source, seed=seed, held_out=held_out)
 
 
@@ -90,7 +89,9 @@ class ReasoningGymSource:
         item = self._dataset[index % _GYM_ITEMS]
         if self._config.render == "compact_sorting":
             return (*_compact(item["metadata"]), {})
-        return str(item["question"]), str(item["answer"]), item["metadata"]
+        # Prompts go into snapshots, which are JSON; a data set may keep other things in there.
+        metadata = json.loads(json.dumps(item["metadata"], default=str))
+        return str(item["question"]), str(item["answer"]), metadata
 
 
 def _gym_dataset(config: SourceConfig, seed: int) -> Any:
@@ -126,13 +127,15 @@ def _compact(metadata: Mapping[str, Any]) -> tuple[str, str]:
 
 
 class JsonlSource:
-    """A file of JSON objects, one a line, read whole; `size` None when it repeats."""
+    """A file of JSON objects, one a line, read whole, in the order of the file.
 
-    def __init__(self, name: str, config: SourceConfig, *, seed: int, held_out: bool) -> None:
+    The sampler shuffles and repeats it.
+    """
+
+    def __init__(self, name: str, config: SourceConfig, *, held_out: bool) -> None:
         assert config.path is not None, "config_checks lets no jsonl source without a path through"
         self.name = name
         self._config = config
-        self._seed = seed
         self._side = "eval" if held_out else "train"
         items = _read_jsonl(Path(config.path), config)
         self._items = [i for i in items if _is_held_out(_text_of(i[1]), config.holdout) == held_out]
@@ -144,15 +147,12 @@ class JsonlSource:
             )
 
     @property
-    def size(self) -> int | None:
-        return None if self._config.repeat else len(self._items)
+    def size(self) -> int:
+        return len(self._items)
 
     def prompt(self, index: int) -> Prompt:
-        epoch, at = divmod(index, len(self._items))
-        order = list(range(len(self._items)))
-        random.Random(f"{self._seed}-{epoch}").shuffle(order)
-        line, asked, answer, metadata = self._items[order[at]]
-        uid = f"{self.name}-{self._side}-{epoch}-{line}"
+        line, asked, answer, metadata = self._items[index]
+        uid = f"{self.name}-{self._side}-{line}"
         return _prompt(uid, self.name, self._config, asked, answer, metadata)
 
 

@@ -143,9 +143,10 @@ def test_sizes_with_binary_units_are_exact(count: int, unit: str) -> None:
 @given(st.text())
 def test_no_text_crashes_the_size_parser(text: str) -> None:
     try:
-        assert parse_bytes(text) >= 0
-    except ValueError as error:
-        assert "size" in str(error) or "unit" in str(error)
+        size = parse_bytes(text)
+    except ValueError:
+        return
+    assert size >= 0
 
 
 def test_reading_a_config_loads_neither_torch_nor_the_store() -> None:

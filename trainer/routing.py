@@ -15,12 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.rollout import narrowest_unsigned
 
-__all__ = ["RouterInfo", "Routing", "UnsupportedRouter", "router_modules", "stack_recorded"]
+__all__ = [
+    "RouterInfo",
+    "Routing",
+    "UnsupportedRouter",
+    "narrow_array",
+    "router_modules",
+    "stack_recorded",
+    "storage_dtype",
+]
 
 _ALWAYS_NORMALIZED = frozenset({"MixtralTopKRouter"})
 """Routers whose chosen probabilities are always scaled to sum to one; others say so themselves."""
@@ -143,9 +152,21 @@ class Routing:
         return hook
 
 
-def stack_recorded(recorded: list[torch.Tensor | None], dtype: np.dtype[Any]) -> torch.Tensor:
-    """One forward pass's indices as `[T, layers, top_k]` in the narrow type."""
+def stack_recorded(recorded: list[torch.Tensor | None], kind: torch.dtype) -> torch.Tensor:
+    """One forward pass's indices as `[T, layers, top_k]` of `storage_dtype`."""
     layers = [indices for indices in recorded if indices is not None]
     assert len(layers) == len(recorded), "a router was not called in the forward pass"
-    kind = torch.uint8 if dtype == np.uint8 else torch.uint16
     return torch.stack(layers, dim=1).to(kind)
+
+
+def storage_dtype(narrow: np.dtype[Any]) -> torch.dtype:
+    """How the narrow type is held in tensors: torch has few operations for uint16, so its bits are
+    held as int16 (`narrow_array` turns them back).
+    """
+    return torch.uint8 if narrow == np.uint8 else torch.int16
+
+
+def narrow_array(routing: torch.Tensor) -> NDArray[np.uint8] | NDArray[np.uint16]:
+    """Routing of `storage_dtype` as a numpy array of the narrow type, copied from its device."""
+    array = routing.cpu().numpy()
+    return array if routing.dtype == torch.uint8 else array.view(np.uint16)

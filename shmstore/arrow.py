@@ -1,8 +1,9 @@
 """Arrow arrays, chunked arrays, record batches and tables, as an IPC stream written into the arena.
 
-Owns the sorts of Arrow value and their way back: buffers of what `get` returns point into the arena, with
-the pin as their base. Nested, dictionary, null and extension columns (fixed-shape tensors) are Arrow's
-own business. Called by `codec` only; pyarrow is imported when a value needs it, not before.
+Owns the sorts of Arrow value and their way back: buffers of what `get` returns point into the
+arena, with the pin as their base. Nested, dictionary, null and extension columns (fixed-shape
+tensors) are Arrow's own business. Called by `codec` only; pyarrow is imported when a value needs
+it, not before.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def _pyarrow() -> ModuleType:
     try:
         return importlib.import_module("pyarrow.ipc") and sys.modules["pyarrow"]
     except ImportError as error:
-        raise NotStorable("the object is an Arrow value, and pyarrow is not installed here") from error
+        raise NotStorable(
+            "the object is an Arrow value, and pyarrow is not installed here"
+        ) from error
 
 
 def sort_of(value: object) -> Sort | None:

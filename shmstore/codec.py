@@ -1,7 +1,7 @@
 """Which format a value takes, and the way back: the one place that knows all kinds.
 
-Owns the dispatch. `Store` calls `encode` for values that `_core` does not write itself, and `decode` for
-headers that it does not read itself. What comes back equals what was put:
+Owns the dispatch. `Store` calls `encode` for values that `_core` does not write itself, and
+`decode` for headers that it does not read itself. What comes back equals what was put:
 
     numpy array        read-only view (Fortran order kept, other strides become C order)
     torch tensor       tensor over read-only pages (see `tensors`)
@@ -14,7 +14,7 @@ headers that it does not read itself. What comes back equals what was put:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -43,8 +43,8 @@ def encode(value: object, *, allow_pickle: bool) -> Encoded:
         return arrow.encode(value, sort)
     if not allow_pickle:
         raise PickleRefused(
-            f"a {type(value).__qualname__} needs pickle, and this store has allow_pickle=False; put arrays, "
-            "tensors, Arrow values or bytes"
+            f"a {type(value).__qualname__} needs pickle, and this store has allow_pickle=False; "
+            "put arrays, tensors, Arrow values or bytes"
         )
     return pickling.encode(value)
 
@@ -68,7 +68,9 @@ def decode(whole: memoryview, *, allow_pickle: bool) -> Any:
         return bytes(payload)
     if header.kind is Kind.BYTEARRAY:
         return bytearray(payload)
-    return payload.cast("B").cast(header.text, header.shape) if header.shape else payload
+    if not header.shape:
+        return payload
+    return payload.cast(cast(Any, header.text), list(header.shape))
 
 
 def payload_of(header: Header, whole: memoryview) -> memoryview:
@@ -86,14 +88,16 @@ def _encode_flat(kind: Kind, view: memoryview) -> Encoded:
 def _encode_memoryview(value: memoryview) -> Encoded:
     if value.format not in _CASTABLE_FORMATS or value.ndim == 0:
         raise NotStorable(
-            f"a memoryview of format {value.format!r} and shape {value.shape} cannot be rebuilt; put numpy.asarray(view) instead"
+            f"a memoryview of format {value.format!r} and shape {value.shape} cannot be rebuilt; "
+            "put numpy.asarray(view) instead"
         )
     flat = value.cast("B") if value.c_contiguous and value.nbytes else memoryview(value.tobytes())
+    shape = tuple(value.shape or ())
     plain = value.format == "B" and value.ndim == 1
     header = headers.pack(
         Kind.MEMORYVIEW,
         value.nbytes,
-        shape=() if plain or 0 in value.shape else tuple(value.shape),
+        shape=() if plain or 0 in shape else shape,
         text=value.format,
     )
 

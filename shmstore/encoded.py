@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 
 class Encoded(NamedTuple):
-    """`write` gets exactly `payload_bytes` writable bytes, 64-byte aligned, right after `header`."""
+    """`write` gets exactly `payload_bytes` writable bytes, 64-byte aligned, right after
+    `header`."""
 
     header: bytes
     payload_bytes: int

@@ -5,7 +5,8 @@ Owns the classes and nothing else; `_core` raises them by the status that the C+
 
     StoreError
     ├── StoreFull             no room for the object now (also MemoryError)
-    ├── TableFull             a table of the arena (objects, sessions, owners, clients) has no row left
+    │   ├── ObjectTooLarge    it would not fit the empty arena either: waiting cannot help
+    │   └── TableFull         a table (objects, sessions, owners, clients) has no row left
     ├── OutOfMemory           the machine cannot back the arena (/dev/shm is full; also MemoryError)
     ├── ObjectFreed           the object has ended; a ref to it never yields other bytes
     ├── ObjectNotSealed       its builder has not finished, and the caller's time is up
@@ -19,11 +20,13 @@ Owns the classes and nothing else; `_core` raises them by the status that the C+
     ├── NotStorable           the value cannot be written into the arena (also TypeError)
     │   └── PickleRefused     it would need pickle, and this store does not allow pickle
     ├── StoreNotFound         no arena of that name (also FileNotFoundError)
+    │   └── StoreSuperseded   the name belongs to a successor of the arena that was meant
     ├── StoreExists           a live arena has that name (also FileExistsError)
     ├── StoreDenied           the arena belongs to another user (also PermissionError)
     ├── LayoutMismatch        the arena was written by another version or another machine type
     ├── ArenaDamaged          the arena's bytes contradict themselves
     ├── StoreClosed           this handle was closed
+    ├── StoreStuck            a stopped process holds the arena's lock (also TimeoutError)
     ├── ForkedStore           this handle was inherited over fork(); attach anew in the child
     ├── SystemRefused         the operating system refused a call (also OSError)
     ├── DeviceError           the device asked for is not there or refused the copy
@@ -40,24 +43,34 @@ class StoreError(Exception):
 class StoreFull(StoreError, MemoryError):
     """No room for the object within the caller's time.
 
-    `needed`, `free` and `largest_free` are bytes; `holders` maps each owner, and "(unattached)" for
-    objects outside sessions, to the bytes that it holds.
+    `needed`, `free`, `largest_free` and `capacity` are bytes. `holders` says who has the rest:
+    bytes by owner of sessions, by process for what no session holds ("process 71 (references)"),
+    and by process for ended objects under its live views ("process 71 (views)").
     """
 
-    needed: int = 0
-    free: int = 0
-    largest_free: int = 0
-
-    def __init__(self, message: str = "the arena is full", **facts: object) -> None:
+    def __init__(
+        self,
+        message: str = "the arena is full",
+        *,
+        needed: int = 0,
+        free: int = 0,
+        largest_free: int = 0,
+        capacity: int = 0,
+        holders: dict[str, int] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.holders: dict[str, int] = {}
-        for name, fact in facts.items():
-            if name not in ("needed", "free", "largest_free", "holders"):
-                raise TypeError(f"StoreFull has no fact called {name!r}")
-            setattr(self, name, fact)
+        self.needed = needed
+        self.free = free
+        self.largest_free = largest_free
+        self.capacity = capacity
+        self.holders = dict(holders or {})
 
 
-class TableFull(StoreError):
+class ObjectTooLarge(StoreFull):
+    """It would not fit the empty arena either: waiting cannot help."""
+
+
+class TableFull(StoreFull):
     """A table of the arena has no row left; its size was chosen at `Store.create`."""
 
 
@@ -117,6 +130,10 @@ class StoreNotFound(StoreError, FileNotFoundError):
     """No arena of that name exists for this user."""
 
 
+class StoreSuperseded(StoreNotFound):
+    """The name belongs to a successor of the arena that was meant; nothing was removed."""
+
+
 class StoreExists(StoreError, FileExistsError):
     """A live arena has that name."""
 
@@ -135,6 +152,10 @@ class ArenaDamaged(StoreError):
 
 class StoreClosed(StoreError):
     """This handle was closed. Views taken before stay valid."""
+
+
+class StoreStuck(StoreError, TimeoutError):
+    """A live process that does not run (stopped, frozen) holds the arena's lock."""
 
 
 class ForkedStore(StoreError):
@@ -166,6 +187,7 @@ __all__ = [
     "NotThereYet",
     "ObjectFreed",
     "ObjectNotSealed",
+    "ObjectTooLarge",
     "OutOfMemory",
     "OwnerExists",
     "PickleRefused",
@@ -177,6 +199,8 @@ __all__ = [
     "StoreExists",
     "StoreFull",
     "StoreNotFound",
+    "StoreStuck",
+    "StoreSuperseded",
     "SystemRefused",
     "TableFull",
 ]

@@ -1,8 +1,9 @@
 """The header that stands before every value in the arena: 64 bytes that say what the payload is.
 
 Owns the byte format (little-endian, the same in `csrc/bindings_values.h`, compared by a test) and
-nothing else: no arena, no numpy, no torch. `_core` writes and reads the headers of plain numpy arrays
-and of `bytes` itself; everything else comes through here. May be called by the value codecs only.
+nothing else: no arena, no numpy, no torch. `_core` writes and reads the headers of plain numpy
+arrays and of `bytes` itself; everything else comes through here. May be called by the value codecs
+only.
 
     0   u32  magic "SHV1"         8   u32  header_bytes: where the payload begins, a multiple of 64
     4   u8   kind (Kind)          12  u32  text_bytes: length of the text below
@@ -133,9 +134,7 @@ def unpack(view: memoryview) -> Header:
         )
     shape = (*dims[:ndim], *struct.unpack_from(f"<{extra}Q", view, _FIXED.size))
     text = str(view[text_start : text_start + text_bytes], "utf-8")
-    return Header(
-        Kind(kind), header_bytes, payload_bytes, shape, text, code, bool(flags & FORTRAN)
-    )
+    return Header(Kind(kind), header_bytes, payload_bytes, shape, text, code, bool(flags & FORTRAN))
 
 
 def check_extent(header: Header, itemsize: int) -> None:

@@ -5,7 +5,8 @@ Owns two things. (1) The arena's format for "any picklable value": arrays and te
 `adopting_refs`: how a layer that sends messages keeps the objects alive whose refs it sends. (1) is
 called by `codec`, (2) by the actors layer, from any thread, around one synchronous dump or load.
 
-Unpickling runs code that the writer chose. A store opened with `allow_pickle=False` refuses both ways.
+Unpickling runs code that the writer chose. A store opened with `allow_pickle=False` refuses both
+ways.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def collecting_refs() -> Iterator[list[ObjectRef]]:
 def adopting_refs(store: Store) -> Iterator[None]:
     """Inside, every `ObjectRef` of `store` that this thread unpickles becomes a counted one.
 
-    A ref whose object is gone by then, or that is of another arena, becomes a plain name, which raises
-    `ObjectFreed` (or `BadRef`) when it is resolved.
+    A ref whose object is gone by then, or that is of another arena, becomes a plain name, which
+    raises `ObjectFreed` (or `BadRef`) when it is resolved.
     """
     outer = _core.swap_ref_adopter(store)
     try:
@@ -63,7 +64,8 @@ def adopting_refs(store: Store) -> Iterator[None]:
 def dumps(
     value: object, buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None
 ) -> bytes:
-    """Pickle 5 in which dense torch tensors travel as buffers too. NotStorable says why it cannot be."""
+    """Pickle 5 in which dense torch tensors travel as buffers too. NotStorable says why it cannot
+    be."""
     sink = io.BytesIO()
     pickler = pickle.Pickler(sink, protocol=5, buffer_callback=buffer_callback)
     torch = tensors.torch_if_imported()
@@ -84,7 +86,9 @@ def encode(value: object) -> Encoded:
     buffers: list[memoryview] = []
     pickled = dumps(value, lambda buffer: buffers.append(_flat(buffer)))
     if len(buffers) > BUFFERS_MAX:
-        raise NotStorable(f"the value has {len(buffers)} buffers; at most {BUFFERS_MAX} fit an object")
+        raise NotStorable(
+            f"the value has {len(buffers)} buffers; at most {BUFFERS_MAX} fit an object"
+        )
     parts = [memoryview(_table(len(pickled), buffers)), memoryview(pickled), *buffers]
     offsets, end = _offsets([len(part) for part in parts])
 
@@ -96,13 +100,16 @@ def encode(value: object) -> Encoded:
 
 
 def decode(header: Header, whole: memoryview) -> Any:
-    """Unpickle over the object's bytes. Errors of the unpickling itself pass through with a note."""
+    """Unpickle over the object's bytes. Errors of the unpickling itself pass through with a
+    note."""
     start = header.payload_offset
     payload = whole[start : start + header.payload_bytes]
     pickled, buffers = _split(payload)
     try:
         return pickle.loads(pickled, buffers=buffers)
-    except Exception as error:  # whatever the value's own code raises: its message plus where it was
+    except (
+        Exception
+    ) as error:  # whatever the value's own code raises: its message plus where it was
         error.add_note("raised while unpickling an object of the store")
         raise
 

@@ -1,8 +1,9 @@
 """Sessions and their owners: who decides when attached objects end (lifecycle L01 to L05).
 
-Owns no state: the table is in the arena, and every call here is one atomic step there, ordered the same for
-all processes. Reached as `store.sessions`, from any process and thread. Ids and owners are texts of 1 to 63
-bytes of UTF-8. Methods raise BadName for others, SessionReleased for sessions that are gone.
+Owns no state: the table is in the arena, and every call here is one atomic step there, ordered the
+same for all processes. Reached as `store.sessions`, from any process and thread. Ids and owners are
+texts of 1 to 63 bytes of UTF-8. Methods raise BadName for others, SessionReleased for sessions that
+are gone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ ANYBODY = "*"
 
 
 class Entry(NamedTuple):
-    """One attachment: the object's name, and the position of the entry that it continues (None: a root)."""
+    """One attachment: the object's name, and the position of the entry that it continues (None: a
+    root)."""
 
     ref: ObjectRef
     parent: int | None
@@ -42,8 +44,9 @@ class Sessions:
     def attach(self, session: str, ref: ObjectRef, parent: int | None = None) -> int:
         """Let the session hold the object; returns its position, counted from 0.
 
-        An object may be attached to several sessions and lives until the last lets go. SessionReleased
-        when the session is gone: it is never resurrected. ObjectFreed when the object is.
+        An object may be attached to several sessions and lives until the last lets go.
+        SessionReleased when the session is gone: it is never resurrected. ObjectFreed when the
+        object is.
         """
         return self._core.session_attach(session, ref, -1 if parent is None else _position(parent))
 
@@ -58,10 +61,11 @@ class Sessions:
     def transfer(
         self, sessions: Iterable[str], src: str, dst: str, strict: bool = True
     ) -> builtins.list[str]:
-        """Move sessions from owner to owner in one atomic step; returns the moved ids in the order asked.
+        """Move sessions from owner to owner in one atomic step; returns the moved ids in the order
+        asked.
 
-        strict: one that `src` does not hold, or that is gone, raises NotOwner and nothing moves. Not strict:
-        those are left out of the result.
+        strict: one that `src` does not hold, or that is gone, raises NotOwner and nothing moves.
+        Not strict: those are left out of the result.
         """
         return self._core.session_transfer(_ids(sessions), src, dst, strict)
 
@@ -70,9 +74,9 @@ class Sessions:
     ) -> builtins.list[str]:
         """End the sessions that exist and that `owner` holds, in one atomic step (L03, L04).
 
-        Returns the ids that this call released, in the order asked, each once. Unknown, repeated and
-        released ids are no error. Sessions of somebody else are left alone; strict: NotOwner, and nothing is
-        released. `owner="*"` releases whoever holds them, for administrators.
+        Returns the ids that this call released, in the order asked, each once. Unknown, repeated
+        and released ids are no error. Sessions of somebody else are left alone; strict: NotOwner,
+        and nothing is released. `owner="*"` releases whoever holds them, for administrators.
         """
         return self._core.session_release(_ids(sessions), owner, strict)
 
@@ -91,8 +95,8 @@ class Sessions:
     def bind(self, owner: str, heir: str | None = None) -> None:
         """This process acts as `owner` from now on; several processes may.
 
-        When the last of them dies or closes its store, the owner's sessions fall to `heir`, or are released
-        when there is none.
+        When the last of them dies or closes its store, the owner's sessions fall to `heir`, or are
+        released when there is none.
         """
         self._core.session_bind(owner, heir)
 

@@ -6,8 +6,8 @@ tensors of every dense dtype (bfloat16, float8, bool, complex). Called by `codec
 imported by nobody here: a tensor can only come from a process that has imported it, and only a
 reader that finds one needs it.
 
-A torch tensor cannot be marked read-only. One that `get` returns lies over read-only pages: writing to
-it in place ends the process with SIGSEGV. `get(ref, copy=True)` gives one that may be written.
+A torch tensor cannot be marked read-only. One that `get` returns lies over read-only pages: writing
+to it in place ends the process with SIGSEGV. `get(ref, copy=True)` gives one that may be written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import ast
 import importlib
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -30,8 +30,9 @@ _CODE_OF = {text: code for code, text in enumerate(headers.NUMPY_CODES) if text}
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """Whether the items are bytes that mean the same in every process (no objects, no foreign types)."""
-    if dtype.hasobject or dtype.names is None and dtype.isbuiltin == 2:
+    """Whether the items are bytes that mean the same in every process (no objects, no foreign
+    types)."""
+    if dtype.hasobject or dtype.metadata or (dtype.names is None and dtype.isbuiltin == 2):
         return False
     if dtype.names is not None:
         return all(is_plain_dtype(dtype.fields[name][0]) for name in dtype.names)  # type: ignore[index]
@@ -69,7 +70,7 @@ def encode_array(array: np.ndarray[Any, Any]) -> Encoded:
             return
         if array.flags.c_contiguous or fortran:
             flat = array.ravel(order="K").view(np.uint8)
-            _core.copy_into(payload, memoryview(flat))
+            _core.copy_into(payload, memoryview(flat.data))
         else:
             target: np.ndarray[Any, Any] = np.ndarray(array.shape, array.dtype, buffer=payload)
             target[...] = array
@@ -77,7 +78,7 @@ def encode_array(array: np.ndarray[Any, Any]) -> Encoded:
     return Encoded(header, array.nbytes, write)
 
 
-def decode_array(header: Header, whole: memoryview | _core.Pin) -> np.ndarray[Any, Any]:
+def decode_array(header: Header, whole: memoryview) -> np.ndarray[Any, Any]:
     """The array over the object's bytes; read-only when they are."""
     dtype = text_dtype(header)
     headers.check_extent(header, dtype.itemsize)
@@ -91,16 +92,20 @@ def decode_array(header: Header, whole: memoryview | _core.Pin) -> np.ndarray[An
 
 
 def torch_if_imported() -> ModuleType | None:
-    """torch when this process has imported it already; a process that has not can hold no tensor."""
+    """torch when this process has imported it already; a process that has not can hold no
+    tensor."""
     return sys.modules.get("torch")
 
 
 def require_torch() -> ModuleType:
-    """Import torch for a value that is a tensor; NotStorable's counterpart when it is not installed."""
+    """Import torch for a value that is a tensor; NotStorable's counterpart when it is not
+    installed."""
     try:
         return importlib.import_module("torch")
     except ImportError as error:
-        raise NotStorable("the object is a torch tensor, and torch is not installed here") from error
+        raise NotStorable(
+            "the object is a torch tensor, and torch is not installed here"
+        ) from error
 
 
 def is_dense_tensor(value: object) -> bool:
@@ -108,7 +113,9 @@ def is_dense_tensor(value: object) -> bool:
     torch = torch_if_imported()
     if torch is None or type(value) is not torch.Tensor:
         return False
-    return value.layout == torch.strided and not value.is_quantized and not value.is_meta
+    tensor = cast(Any, value)
+    strided = tensor.layout == torch.strided
+    return bool(strided and not tensor.is_quantized and not tensor.is_meta)
 
 
 def tensor_dtype_name(tensor_dtype: Any) -> str:
@@ -125,7 +132,8 @@ def tensor_dtype(torch: ModuleType, name: str) -> Any:
 
 
 def encode_tensor(tensor: Any) -> Encoded:
-    """A dense tensor on any device; values only (no gradient history). Device memory is copied to the host."""
+    """A dense tensor on any device; values only (no gradient history). Device memory is copied to
+    the host."""
     torch = require_torch()
     source = tensor.detach()
     payload_bytes = source.numel() * source.element_size()
@@ -147,8 +155,8 @@ def encode_tensor(tensor: Any) -> Encoded:
 
 
 def tensor_over(payload: Any, dtype_name: str, shape: tuple[int, ...]) -> Any:
-    """A tensor over a buffer, which it keeps alive. The buffer must claim to be writable: that is what
-    keeps torch from warning, for this one tensor and no other (`_core.Pin.unguarded`)."""
+    """A tensor over a buffer, which it keeps alive. The buffer must claim to be writable: that is
+    what keeps torch from warning, for this one tensor and no other (`_core.Pin.unguarded`)."""
     torch = require_torch()
     dtype = tensor_dtype(torch, dtype_name)
     if 0 in shape:

@@ -1,8 +1,10 @@
-"""Helpers for tests of code that uses the store: arenas that clean up, and processes that die on request.
+"""Helpers for tests of code that uses the store: arenas that clean up, and processes that die on
+request.
 
-Owns nothing at run time. `temporary_store` gives an arena of a name that nobody else has and demands at the
-end that it is sound and empty. `Puppet` is a real process that runs functions one at a time and can be
-stopped or killed between or inside them. Needs cloudpickle (a dependency of the distribution). Tests only.
+Owns nothing at run time. `temporary_store` gives an arena of a name that nobody else has and
+demands at the end that it is sound and empty. `Puppet` is a real process that runs functions one at
+a time and can be stopped or killed between or inside them. Needs cloudpickle (a dependency of the
+distribution). Tests only.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any, Self
 
 from .errors import StoreError, StoreNotFound
@@ -45,8 +47,8 @@ def unique_name(prefix: str = "test") -> str:
 
 @contextmanager
 def temporary_store(capacity: int | str = "64MiB", **options: Any) -> Iterator[Store]:
-    """A fresh arena, closed and unlinked at the end. LeakFound when it is unsound then, or when sessions or
-    objects are left after the caller's own references are gone."""
+    """A fresh arena, closed and unlinked at the end. LeakFound when it is unsound then, or when
+    sessions or objects are left after the caller's own references are gone."""
     name = unique_name()
     store = Store.create(name, capacity, **options)
     try:
@@ -54,10 +56,8 @@ def temporary_store(capacity: int | str = "64MiB", **options: Any) -> Iterator[S
         assert_sound(store)
     finally:
         store.close()
-        try:
+        with suppress(StoreNotFound):  # the test removed it itself
             Store.unlink(name)
-        except StoreNotFound:
-            pass  # the test removed it itself
 
 
 def assert_sound(store: Store) -> None:
@@ -74,15 +74,17 @@ def assert_empty(store: Store) -> None:
     stats = store.stats()
     if stats.sessions or stats.objects or stats.used:
         raise LeakFound(
-            f"left in the arena: {stats.sessions} sessions, {stats.objects} objects, {stats.used} bytes, "
-            f"by owner {dict(stats.by_owner)}"
+            f"left in the arena: {stats.sessions} sessions, {stats.objects} objects, "
+            f"{stats.used} bytes, by owner {dict(stats.by_owner)}"
         )
 
 
 class Puppet:
-    """A real process that runs `function(state, *args)` on request; `state` is a dict that it keeps.
+    """A real process that runs `function(state, *args)` on request; `state` is a dict that it
+    keeps.
 
-    Functions may be local or lambdas: they travel by value. A context manager that kills on leaving.
+    Functions may be local or lambdas: they travel by value. A context manager that kills on
+    leaving.
     """
 
     def __init__(self) -> None:
@@ -92,7 +94,8 @@ class Puppet:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
 
     @property
@@ -101,13 +104,14 @@ class Puppet:
         return self._process.pid
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run and wait. Raises what the function raised; PuppetDied when the process ended instead."""
+        """Run and wait. Raises what the function raised; PuppetDied when the process ended
+        instead."""
         self.begin(function, *args)
         return self.result()
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
         """Start it and return; fetch the answer with `result`."""
-        import cloudpickle
+        import cloudpickle  # type: ignore[import-untyped]
 
         module = sys.modules.get(function.__module__)
         if module is not None and not module.__name__.startswith("shmstore"):
@@ -147,10 +151,8 @@ class Puppet:
             self._process.kill()
         self._process.wait()
         self._stdout.close()
-        try:
+        with suppress(BrokenPipeError):  # it died with a request unread
             self._stdin.close()
-        except BrokenPipeError:
-            pass  # it died with a request unread
 
     def wait(self) -> int:
         """Wait for the end that the process brings about itself; returns the exit code."""

@@ -1,0 +1,96 @@
+"""What user code plugs into the producer: environments that run a conversation, judges that score
+it.
+
+A `Session` is handed to `Environment.run`. It records every token with its log-probability, model
+step and routing as one path of the session's trace, and feeds the next request the very tokens that
+were sampled: text is never re-tokenised. An environment that raises, or a judge that raises or runs
+out of time, fails one rollout (lifecycle L13), never the producer.
+
+Protocols only; implementations are in `trainer.environments` and `trainer.judge`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.engine.protocol import SamplingParams
+from trainer.rollout import FinishReason, Message, Prompt, Trace
+
+__all__ = ["Environment", "Judge", "Session", "Turn"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """What one `Session.generate` came to. `node` is the segment of the trace that holds it."""
+
+    text: str
+    token_ids: NDArray[np.int32]
+    finish_reason: FinishReason
+    node: int
+
+
+class Session(Protocol):
+    """One conversation under way; made by the producer, used by one environment at a time."""
+
+    @property
+    def id(self) -> str:
+        """Id of the trace session in the arena."""
+        ...
+
+    @property
+    def prompt(self) -> Prompt:
+        """The task instance."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """Everything that the model sampled so far on the current path, as text."""
+        ...
+
+    async def append(
+        self,
+        content: str | Sequence[int] | Sequence[Message],
+    ) -> int:
+        """Add tokens that no model sampled (prompt, tool output); -> their node in the trace.
+
+        Text is encoded, messages go through the chat template, token ids are taken as they are.
+        """
+        ...
+
+    async def generate(
+        self,
+        content: str | Sequence[int] | Sequence[Message] | None = None,
+        params: SamplingParams | None = None,
+    ) -> Turn:
+        """Append `content` when given, then let the policy continue; default parameters otherwise.
+
+        Raises `EngineError`. An abort ends the environment's task with `RolloutAborted`, which
+        environments must let pass.
+        """
+        ...
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Runs one conversation. One instance serves many sessions at the same time."""
+
+    async def run(self, session: Session, prompt: Prompt) -> None:
+        """Talk to the policy through `session` until the task is over. May raise `ToolError`."""
+        ...
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """Scores a finished rollout."""
+
+    async def score(self, prompt: Prompt, text: str, trace: Trace) -> float:
+        """A finite reward for what the policy answered (`text`; `trace` has every token).
+
+        May raise `JudgeError`; the producer adds the time limit.
+        """
+        ...

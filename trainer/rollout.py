@@ -1,0 +1,342 @@
+"""The records of the lifecycle: prompt, rollout, group, batch, segment, trace.
+
+All of them are values: frozen, compared by content, changed only by making a new one. A status that
+was read stays what it was, so a failed group cannot turn into a completed one because somebody
+wiped its fields (lifecycle L09). A rollout names its session and positions in it; it never holds a
+reference to an object of the arena (L05), so dropping a rollout frees nothing and keeping one keeps
+nothing alive.
+
+Who writes what: the sampler makes a `Prompt`; the producer makes `Rollout` and `Group` and fills in
+what engine and judge answered; the replay buffer changes `status` on expiry; nobody else writes.
+
+Imports numpy only. Used by every file of the trainer, in every process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.errors import BadGroup, BadSegment
+
+if TYPE_CHECKING:
+    from trainer.window import WindowReport
+
+__all__ = [
+    "IGNORE_LABEL",
+    "Batch",
+    "FinishReason",
+    "Group",
+    "Message",
+    "Prompt",
+    "Rollout",
+    "Segment",
+    "Status",
+    "Trace",
+    "narrowest_unsigned",
+]
+
+#: Label of a token that is not trained on (prompt, tool output, masked).
+IGNORE_LABEL = -100
+
+#: `model_step` of a token that no model sampled.
+NO_MODEL_STEP = -1
+
+#: One chat message: {"role": ..., "content": ...} and whatever the chat template reads.
+Message = Mapping[str, Any]
+
+
+class Status(enum.Enum):
+    """Status of a rollout, and by precedence of a group (lifecycle, "Words")."""
+
+    INIT = "init"
+    COMPLETED = "completed"
+    ABORTED = "aborted"  # stopped part-way, can go on
+    EXPIRED = "expired"  # too stale
+    FAILED = "failed"  # engine, tool or judge error
+    FILTERED = "filtered"  # valid but useless
+
+
+#: The first of these that any member has is the status of the group.
+_PRECEDENCE = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED)
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One task instance. `uid` is stable across resume, so a prompt is never handed out twice or
+    skipped.
+
+    Exactly one of `text`, `messages` and `token_ids` is the source; an environment may fill
+    `token_ids` from the others. `answer` and `metadata` must be JSON values: they go into
+    snapshots.
+    """
+
+    uid: str
+    task: str
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    answer: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One attempt at a prompt. Its tokens are in the session `session_id`, at the nodes below.
+
+    `leaves`: positions in the session of the segments that end a trainable path (several for one
+    agent session that branched). `n_prompt_nodes`: how many leading segments of the session are the
+    prompt; expiry by retry cuts the session back to them. `model_step_min` / `max`: oldest and
+    newest step that sampled a trainable token, None while there is none.
+    """
+
+    session_id: str
+    uid: str = ""
+    prompt_uid: str = ""
+    task: str = ""
+    status: Status = Status.INIT
+    reward: float | None = None
+    leaves: tuple[int, ...] = ()
+    n_prompt_nodes: int = 1
+    n_prompt_tokens: int = 0
+    n_response_tokens: int = 0
+    model_step_min: int | None = None
+    model_step_max: int | None = None
+    finish_reason: FinishReason | None = None
+    error_msg: str | None = None
+    attempt: int = 0
+    generation_time_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.uid:
+            object.__setattr__(self, "uid", self.session_id)
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt and response tokens together."""
+        return self.n_prompt_tokens + self.n_response_tokens
+
+    def evolve(self, **changes: Any) -> Rollout:
+        """A copy with `changes`; the only way to alter a rollout."""
+        return dataclasses.replace(self, **changes)
+
+    def cut_to_prompt(self, status: Status) -> Rollout:
+        """Without its response: what remains when an attempt is given up but the prompt is kept."""
+        return self.evolve(
+            status=status,
+            reward=None,
+            leaves=(),
+            n_response_tokens=0,
+            model_step_min=None,
+            model_step_max=None,
+            finish_reason=None,
+            error_msg=None,
+            metrics={},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The K rollouts of one prompt: scored, buffered and trained together."""
+
+    uid: str
+    task: str
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    #: Bytes that the sessions hold in the arena, shared segments once; measured when the group is
+    #: filed.
+    nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rollouts, list):
+            object.__setattr__(self, "rollouts", tuple(self.rollouts))
+        if not self.rollouts:
+            raise BadGroup(f"group {self.uid!r} has no rollouts; a group holds at least one")
+
+    @property
+    def status(self) -> Status:
+        """The first of FAILED, ABORTED, EXPIRED, FILTERED that any member has, else COMPLETED."""
+        present = {rollout.status for rollout in self.rollouts}
+        return next((status for status in _PRECEDENCE if status in present), Status.COMPLETED)
+
+    @property
+    def session_ids(self) -> tuple[str, ...]:
+        """Sessions of the members in order, each once."""
+        return tuple(dict.fromkeys(rollout.session_id for rollout in self.rollouts))
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt and response tokens of all members."""
+        return sum(rollout.n_tokens for rollout in self.rollouts)
+
+    @property
+    def model_step_min(self) -> int | None:
+        """Oldest step that sampled a token of any member; None when no member has a response."""
+        return min(
+            (r.model_step_min for r in self.rollouts if r.model_step_min is not None), default=None
+        )
+
+    def evolve(self, **changes: Any) -> Group:
+        """A copy with `changes`; the only way to alter a group."""
+        return dataclasses.replace(self, **changes)
+
+    def with_rollouts(self, rollouts: Sequence[Rollout]) -> Group:
+        """The same group with other members."""
+        return dataclasses.replace(self, rollouts=tuple(rollouts))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What `ReplayBuffer.take` hands out: groups whose sessions now belong to the taker, and the
+    window's report.
+    """
+
+    groups: tuple[Group, ...]
+    report: WindowReport
+    train_step: int = 0
+
+    @property
+    def session_ids(self) -> tuple[str, ...]:
+        """Sessions of all groups, each once, in order: exactly what the learner has to release
+        (L06).
+        """
+        return tuple(dict.fromkeys(sid for group in self.groups for sid in group.session_ids))
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """Members of all groups, in order."""
+        return tuple(rollout for group in self.groups for rollout in group.rollouts)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A run of tokens with one origin; `n` tokens, unshifted (the learner shifts).
+
+    token_ids int32 [n]; labels int32 [n], equal to the token where the policy sampled it and it is
+    trained on, else `IGNORE_LABEL`; logprobs float32 [n], 0.0 where not sampled; model_steps int32
+    [n], -1 where not sampled; routed_experts uint8 or uint16 [n, layers, top_k] or None. `n_routed`
+    rows of it are known: an engine does not know the row of the last token that it sampled until
+    the next turn feeds it back.
+
+    Arrays of another dtype are converted once, here; `BadSegment` says which array does not fit.
+    """
+
+    token_ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    model_steps: NDArray[np.int32]
+    text: str = ""
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    n_routed: int = -1
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        for name, dtype in _COLUMNS:
+            given = getattr(self, name)
+            # The common case (an engine's own arrays) costs two comparisons and no call.
+            if type(given) is not np.ndarray or given.dtype is not dtype:
+                given = np.ascontiguousarray(given, dtype=dtype)
+                object.__setattr__(self, name, given)
+            if given.shape != (n,):
+                raise BadSegment(
+                    f"{name} has shape {given.shape}, but there are {n} token_ids: need ({n},)"
+                )
+        self._check_routing(n)
+
+    def _check_routing(self, n: int) -> None:
+        routed = self.routed_experts
+        if routed is None:
+            if self.n_routed > 0:
+                raise BadSegment(f"n_routed is {self.n_routed}, but routed_experts is None")
+            object.__setattr__(self, "n_routed", 0)
+            return
+        if routed.ndim != 3 or routed.dtype not in (_UINT8, _UINT16):
+            raise BadSegment(
+                f"routed_experts has shape {routed.shape} and type {routed.dtype}; "
+                "need [tokens, layers, top_k] of uint8 or uint16 (see narrowest_unsigned)"
+            )
+        if not n - 1 <= len(routed) <= n:
+            raise BadSegment(
+                f"routed_experts has {len(routed)} rows for {n} tokens; "
+                "allowed are all rows, or all but the last"
+            )
+        known = len(routed) if self.n_routed < 0 else self.n_routed
+        if not 0 <= known <= len(routed):
+            raise BadSegment(f"n_routed is {known}, but routed_experts has {len(routed)} rows")
+        object.__setattr__(self, "n_routed", known)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def n_trainable(self) -> int:
+        """Tokens that carry a label."""
+        return int(np.count_nonzero(self.labels != IGNORE_LABEL))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """One trainable path, root to leaf, as contiguous arrays of T tokens; fields as in `Segment`.
+
+    routed_experts has T rows; rows that no engine reported (the last token's) are zero and are
+    never used for a loss, because the loss of a token reads the position before it.
+    """
+
+    token_ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    model_steps: NDArray[np.int32]
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    #: Positions in the session of the segments that make up the path.
+    nodes: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def n_trainable(self) -> int:
+        """Tokens that carry a label."""
+        return int(np.count_nonzero(self.labels != IGNORE_LABEL))
+
+
+def narrowest_unsigned(n_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
+    """The type in which expert indices travel: uint8 up to 256 experts, else uint16 (lifecycle,
+    "segment").
+    """
+    if not 1 <= n_experts <= 1 << 16:
+        raise BadSegment(f"{n_experts} experts; between 1 and 65536 fit the routing record")
+    return _UINT8 if n_experts <= 256 else _UINT16
+
+
+_UINT8 = np.dtype(np.uint8)
+_UINT16 = np.dtype(np.uint16)
+_INT32 = np.dtype(np.int32)
+_FLOAT32 = np.dtype(np.float32)
+_COLUMNS = (
+    ("token_ids", _INT32),
+    ("labels", _INT32),
+    ("logprobs", _FLOAT32),
+    ("model_steps", _INT32),
+)

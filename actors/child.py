@@ -27,7 +27,8 @@ from .codec import Blob
 from .context import ActorContext, CallContext, set_process_actor
 from .handle import Handle
 from .mailbox import LocalActor
-from .node import AGENT, Node, Notice, State
+from .node import Node
+from .peers import AGENT, Notice, State
 from .snapshot import process_memory
 
 __all__ = ["main", "warm_up"]
@@ -151,7 +152,6 @@ async def _serve(request: dict[str, Any], sock: socket.socket) -> int:
     hub = node.peer(AGENT, "hub")
     hub.state, hub.link = State.UP, node.links[AGENT]
     code = await done
-    await asyncio.sleep(0)  # the last answers leave with this turn of the loop
     node.close()
     if agent.actor is not None:
         agent.actor.close()
@@ -197,7 +197,7 @@ class Agent:
             self._node.note(notice)
 
     async def stop(self, timeout_s: float) -> bool:
-        """Finish the accepted calls, run `on_stop`, end the process. False if calls were cut off."""
+        """Finish accepted calls, run `on_stop`, end the process. False if calls were cut off."""
         clean = True
         if self.actor is not None:
             clean = await self.actor.drain(timeout_s)

@@ -11,41 +11,37 @@ ActorDied; it is sent at most once; a reply that comes too late is dropped, and 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import logging
 import os
 import socket
-import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import faults
 from .codec import Codec, Encoded, StoreLike
 from .context import CURRENT_CALL
 from .errors import (
-    ActorDied,
     ActorError,
     CallTimeout,
     NoSuchActor,
     NotSerializable,
-    NotSupported,
     ProtocolError,
     QueueFull,
     RuntimeClosed,
 )
-from .messages import HEADER, HEADER_BYTES, PROTOCOL_VERSION, Flag, Kind, pack, parse
-from .transport import Link, LoopbackLink, UnixLink, UnixListener
+from .lanes import Lanes
+from .messages import HEADER, HEADER_BYTES, Flag, Kind, pack, parse
+from .peers import AGENT, Notice, Peer, State
+from .transport import Link, LoopbackLink
 
 if TYPE_CHECKING:
     from .calls import Pending, StreamState
     from .mailbox import LocalActor
 
-__all__ = ["AGENT", "IN_FLIGHT_MAX", "WAITING_MAX", "Node", "Notice", "Peer", "State"]
+__all__ = ["IN_FLIGHT_MAX", "WAITING_MAX", "Node"]
 
 log = logging.getLogger("actors")
 
@@ -55,73 +51,8 @@ IN_FLIGHT_MAX = 4096
 WAITING_MAX = 1 << 16
 # After a link broke: how long to wait for the supervisor's word on why.
 POST_MORTEM_S = 0.8
-# Every node answers to this actor number: its agent (and in the driver the hub).
-AGENT = 0
-
-_HELLO = struct.Struct("<8sII32s")
-_MAGIC = b"shmrlact"
-
 _RESULT, _ERROR, _CALL, _TELL = int(Kind.RESULT), int(Kind.ERROR), int(Kind.CALL), int(Kind.TELL)
 _REFS = int(Flag.REFS)
-
-
-class State:
-    """States of an actor, as in notices and snapshots."""
-
-    STARTING = "starting"
-    UP = "up"
-    RESTARTING = "restarting"
-    STOPPING = "stopping"
-    DEAD = "dead"
-
-
-@dataclass(frozen=True)
-class Notice:
-    """What the hub tells every node about an actor, in the order in which it happened."""
-
-    uid: int
-    name: str
-    state: str
-    node_uid: int  # process that it lives in: its own, or its host's
-    incarnation: int
-    address: str
-    class_name: str = ""
-    methods: tuple[tuple[str, int], ...] = ()
-    pid: int = 0
-    reason: str = ""
-    exit_code: int | None = None
-    stderr_tail: str = ""
-
-
-class Peer:
-    """An actor as this process sees it."""
-
-    __slots__ = (
-        "address", "class_name", "death", "in_flight", "in_flight_max", "incarnation", "link",
-        "lost", "methods", "name", "node_uid", "pid", "state", "uid", "waiting", "waiting_live",
-    )  # fmt: skip
-
-    def __init__(self, uid: int, name: str, in_flight_max: int) -> None:
-        self.uid = uid
-        self.name = name
-        self.state = ""  # unknown until a notice or a lookup
-        self.node_uid = uid
-        self.incarnation = 0
-        self.address = ""
-        self.class_name = ""
-        self.methods: tuple[tuple[str, int], ...] = ()
-        self.pid = 0
-        self.link: Link | None = None
-        self.lost = 0  # incarnation whose link broke
-        self.in_flight = 0
-        self.in_flight_max = in_flight_max
-        self.waiting: deque[Pending] = deque()
-        self.waiting_live = 0  # of these, not abandoned
-        self.death: tuple[str, int | None, str] | None = None
-
-    def died(self) -> ActorDied:
-        reason, exit_code, tail = self.death or ("it is not running", None, "")
-        return ActorDied(self.name, reason, exit_code, tail)
 
 
 class Node:
@@ -148,11 +79,9 @@ class Node:
         self.on_process_lost: Callable[[int, str], None] | None = None
         self.resolve: Callable[[int], Any] | None = None  # asks the hub; set by client/hub
         self.late_replies = 0
-        self._token = token
         self._thread = threading.get_ident()
         self._ids = itertools.count(1)
-        self._all_links: set[Link] = set()
-        self._listener: UnixListener | None = None
+        self._lanes = Lanes(self.loop, self, uid, token)
         self._loopback = LoopbackLink(self.loop, self, uid)
         self.links[uid] = self._loopback
         self._resolving: set[asyncio.Task[None]] = set()
@@ -177,41 +106,19 @@ class Node:
 
     def listen(self, path: str) -> str:
         """Accept links at this path; returns the address to hand out."""
-        self._listener = UnixListener(self.loop, path, self._on_accept)
-        return self._listener.address
+        return self._lanes.listen(path)
 
     def adopt_socket(self, sock: socket.socket, peer_uid: int) -> Link:
         """A socket of a pair that we or our parent made: trusted by construction."""
-        link = UnixLink(self.loop, sock, self, peer_uid=peer_uid, trusted=True)
-        self._all_links.add(link)
+        link = self._lanes.adopt(sock, peer_uid)
         self._set_process_link(peer_uid, link)
         return link
 
-    def _on_accept(self, sock: socket.socket) -> None:
-        self._all_links.add(UnixLink(self.loop, sock, self))
-
     def _connect(self, peer: Peer) -> Link | None:
         """A link to the process of `peer`; None when nobody listens there."""
-        if not peer.address.startswith("unix://"):
-            raise NotSupported(
-                f"the address {peer.address!r} is not on this machine; runs over several machines"
-                " are planned, not there yet"
-            )
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            sock.setblocking(False)
-            sock.connect(peer.address.removeprefix("unix://"))
-        except OSError:
-            sock.close()
-            return None
-        link = UnixLink(self.loop, sock, self, peer_uid=peer.node_uid, trusted=True)
-        self._all_links.add(link)
-        link.send(
-            pack(
-                Kind.HELLO, 0, body=_HELLO.pack(_MAGIC, PROTOCOL_VERSION, self.uid, self._token)
-            )
-        )
-        self._set_process_link(peer.node_uid, link)
+        link = self._lanes.connect(peer.address, peer.node_uid)
+        if link is not None:
+            self._set_process_link(peer.node_uid, link)
         return link
 
     def _set_process_link(self, node_uid: int, link: Link) -> None:
@@ -221,24 +128,9 @@ class Node:
                 peer.link = link
                 peer.lost = 0
 
-    def _on_hello(self, link: Link, body: memoryview) -> None:
-        """The first frame of an accepted link; a wrong one closes it. Nothing is unpickled."""
-        if len(body) != _HELLO.size:
-            raise ProtocolError("the greeting has the wrong length")
-        magic, version, uid, token = _HELLO.unpack(body)
-        if magic != _MAGIC or not hmac.compare_digest(token, self._token):
-            raise ProtocolError("the greeting does not belong to this run")
-        if version != PROTOCOL_VERSION:
-            raise ProtocolError(f"protocol version {version}, this is {PROTOCOL_VERSION}")
-        link.peer_uid = uid
-        link.trusted = True
-        old = self.links.get(uid)
-        if old is None or old.closed:
-            self._set_process_link(uid, link)
-
     def on_link_closed(self, link: Link, why: str) -> None:
         """Cancel what that caller asked of us; our calls to it await the supervisor's word."""
-        self._all_links.discard(link)
+        self._lanes.forget(link)
         for actor in list(self.locals.values()):
             actor.caller_gone(link)
         node_uid = link.peer_uid
@@ -262,7 +154,7 @@ class Node:
         if peer.lost == incarnation and peer.state == State.UP and not self.closed:
             peer.state = State.DEAD
             peer.death = (f"the link to its process broke: {why}", None, "")
-            self._fail_calls(peer, peer.died(), unsent_too=True)
+            self._fail_calls(peer, unsent_too=True)
 
     # ---- what the hub says --------------------------------------------------------------------
 
@@ -274,7 +166,7 @@ class Node:
         return peer
 
     def agent_peer(self, uid: int) -> Peer:
-        """The agent of actor process `uid`: not in the directory, kept under the negative number."""
+        """The agent of actor process `uid`; not in the directory, kept under `-uid`."""
         agent = self.peers.get(-uid)
         if agent is None:
             agent = self.peers[-uid] = Peer(AGENT, f"agent of #{uid}", self.in_flight_max)
@@ -303,12 +195,12 @@ class Node:
         elif notice.state in (State.DEAD, State.RESTARTING):
             peer.link = None
             peer.death = (notice.reason, notice.exit_code, notice.stderr_tail)
-            self._fail_calls(peer, peer.died(), unsent_too=notice.state == State.DEAD)
+            self._fail_calls(peer, unsent_too=notice.state == State.DEAD)
             if notice.node_uid == notice.uid:
                 agent = self.peers.pop(-notice.uid, None)
                 if agent is not None:
                     agent.death = peer.death
-                    self._fail_calls(agent, peer.died(), unsent_too=True)
+                    self._fail_calls(agent, unsent_too=True)
                 self._drop_process(notice.uid)
 
     def _drop_process(self, node_uid: int) -> None:
@@ -317,12 +209,12 @@ class Node:
             del self.links[node_uid]
             link.close()
 
-    def _fail_calls(self, peer: Peer, error: ActorDied, *, unsent_too: bool) -> None:
+    def _fail_calls(self, peer: Peer, *, unsent_too: bool) -> None:
         """End the calls that were in flight to a dead process (at most once: none is resent)."""
         for call in [c for c in self.pending.values() if c.peer is peer]:
             if call.frame is None or unsent_too or not call.waits_when_down:
                 self._forget(call)
-                call.fail(_copy_of(error))
+                call.fail(peer.died())
 
     # ---- calling ------------------------------------------------------------------------------
 
@@ -407,7 +299,7 @@ class Node:
         except ActorError as error:
             peer.state = State.DEAD
             peer.death = (str(error), None, "")
-            self._fail_calls(peer, peer.died(), unsent_too=True)
+            self._fail_calls(peer, unsent_too=True)
         else:
             self.note(notice)
 
@@ -479,10 +371,11 @@ class Node:
         head = HEADER.unpack_from(frame)
         kind = head[1]
         if not link.trusted:
-            if kind != Kind.HELLO:
-                raise ProtocolError("the first frame is not a greeting")
-            self._on_hello(link, frame[HEADER_BYTES:])
-        elif kind == _RESULT or kind == _ERROR:
+            uid = self._lanes.admit(link, kind, frame[HEADER_BYTES:])
+            old = self.links.get(uid)
+            if old is None or old.closed:
+                self._set_process_link(uid, link)
+        elif kind in (_RESULT, _ERROR):
             self._on_answer(link, head, frame)
         elif kind <= Kind.STREAM:
             self._on_call(link, head, frame)
@@ -589,9 +482,7 @@ class Node:
         error = NoSuchActor(f"no actor #{head[5]} lives in process {os.getpid()}")
         self.reply(link, Kind.ERROR, head[4], self.codec.encode_error(error))
 
-    def reply(
-        self, link: Link, kind: Kind, call_id: int, encoded: Encoded, item: int = 0
-    ) -> None:
+    def reply(self, link: Link, kind: Kind, call_id: int, encoded: Encoded, item: int = 0) -> None:
         """Send an answer; its refs are kept until the caller has them."""
         if link.closed:
             return
@@ -624,28 +515,6 @@ class Node:
         for call in list(self.pending.values()):
             self._forget(call)
             call.fail(RuntimeClosed(f"{call.label}: the runtime ended before the answer came"))
-        for link in [*self._all_links, self._loopback]:
-            link.close()
+        self._lanes.close()
+        self._loopback.close()
         self.links.clear()
-        if self._listener is not None:
-            self._listener.close()
-
-
-def _copy_of(error: ActorDied) -> ActorDied:
-    """A fresh one for each caller: tracebacks grow on the object that is raised."""
-    return ActorDied(error.actor, error.reason, error.exit_code, error.stderr_tail)
-
-
-def timeout_ns_of(timeout_s: float | None, deadline_ns: int) -> tuple[float | None, int]:
-    """Combine a call's own timeout with the inherited deadline: (seconds, ns), (None, 0) if none.
-
-    Raises CallTimeout when the inherited deadline has passed already.
-    """
-    if deadline_ns:
-        left_s = (deadline_ns - time.monotonic_ns()) / 1e9
-        if left_s <= 0:
-            raise CallTimeout("the deadline of the call that makes this call has passed")
-        timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-    if timeout_s is None:
-        return None, 0
-    return timeout_s, max(1, int(timeout_s * 1e9))

@@ -19,11 +19,13 @@ from .context import ActorContext
 from .errors import RuntimeClosed, UsageError
 from .hub import Hub
 from .mailbox import LocalActor
-from .node import AGENT, IN_FLIGHT_MAX, Node, State
+from .node import IN_FLIGHT_MAX, Node
+from .peers import AGENT, State
 from .placement import Book
+from .records import Event, RunConfig
 from .rundir import RunDir, check_name
 from .spawn import Spawner
-from .supervisor import STOP_TIMEOUT_S, Event, RunConfig, Supervisor
+from .supervisor import STOP_TIMEOUT_S, Supervisor
 
 __all__ = ["Runtime", "run"]
 
@@ -111,9 +113,7 @@ class Runtime(Client):
         self._supervisor = Supervisor(node, self._rundir, self._book, config, spawner)
         self._supervisor.on_escalation = self._on_escalation
         super().__init__(node, store)
-        context = ActorContext(
-            name="hub", uid=AGENT, incarnation=1, handle=self.hub, runtime=self
-        )
+        context = ActorContext(name="hub", uid=AGENT, incarnation=1, handle=self.hub, runtime=self)
         node.locals[AGENT] = LocalActor(node, Hub(node, self._supervisor), context, cycles=False)
         hub = node.peer(AGENT, "hub")
         hub.state, hub.link = State.UP, node.links[AGENT]

@@ -224,9 +224,6 @@ def _has_other_finder(name: str) -> bool:
             continue
         if type(finder).__module__.startswith("_pytest"):
             continue
-        try:
-            if finder.find_spec(name, None) is not None:
-                return True
-        except Exception:  # a foreign finder that objects to being asked does not claim it
-            continue
+        if finder.find_spec(name, None) is not None:
+            return True
     return False

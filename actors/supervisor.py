@@ -54,9 +54,9 @@ log = logging.getLogger("actors")
 ACTORS_MAX = 4096
 # Dead ones that are remembered, so that a late caller hears why.
 DEAD_REMEMBERED_MAX = 1024
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
 # Between the agent's word that it is done and the end of its process.
-EXIT_WAIT_S = 3.0
+EXIT_WAIT_S = 1.0
 EVENTS_WAITING_MAX = 4096
 
 

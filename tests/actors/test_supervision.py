@@ -370,7 +370,7 @@ class Sleeper:
         return await self.child.pids()
 
 async def main():
-    async with actors.Runtime(name={name!r}) as rt:
+    async with actors.Runtime(name={name!r}, stop_timeout=0.2) as rt:
         pids = [rt._spawner.pid]
         for _ in range(2):
             s = await rt.spawn(Sleeper)

@@ -16,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer import snapshot
+from trainer import snapshot as snapshots
 from trainer.errors import BadGroup, ConfigError, EndOfData, StalenessError
 from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
@@ -55,7 +55,7 @@ class DispatchConfig:
 
     batch_groups: int
     group_size: int
-    budget: StalenessBudget = StalenessBudget()
+    budget: StalenessBudget = field(default_factory=StalenessBudget)
     over_sampling: float = 0.0
     attempts_max: int = 16
     useless_in_row_max: int = 256
@@ -75,7 +75,6 @@ class _Task:
     in_production: int = 0
     useless_in_row: int = 0
     tail_active: bool = False
-    nbytes_group: float = 0.0  # running mean of filed groups
     ended: str | None = None
 
 
@@ -242,8 +241,7 @@ class Dispatcher:
 
     def report(self) -> dict[str, Any]:
         """The ledger with what is held now."""
-        for owner in self.buffer.takers():
-            self.buffer.settle(owner)
+        self.buffer.settle_all()
         return self.buffer.ledger.report(self.buffer.held())
 
     def describe(self) -> list[str]:
@@ -261,7 +259,7 @@ class Dispatcher:
 
     # -- snapshot --------------------------------------------------------------------------------
 
-    def freeze(self) -> snapshot.Frozen:
+    def freeze(self) -> snapshots.Frozen:
         """Buffer, ledger, sampler and steps of this moment, pinned; hand it to
         `trainer.snapshot.write`.
         """
@@ -271,11 +269,11 @@ class Dispatcher:
             "sampler": self.sampler.to_json(),
             "steps": {"train_step": self.train_step, "model_step": self.model_step},
         }
-        return snapshot.Frozen(frozen.store, frozen.groups, state, frozen.sessions, frozen.pin)
+        return snapshots.Frozen(frozen.store, frozen.groups, state, frozen.sessions, frozen.pin)
 
     async def snapshot(self, folder: str | Path) -> None:
         """Freeze now, write in the background; see `trainer.snapshot`."""
-        await snapshot.write(self.freeze(), Path(folder))
+        await snapshots.write(self.freeze(), Path(folder))
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from the state of a snapshot; the buffer was resumed from the same one."""
@@ -360,10 +358,10 @@ class Dispatcher:
         """The byte limit, with what is in production counted at the mean size of a group (issue
         kind 6).
         """
-        coming = sum(state.in_production * state.nbytes_group for state in self._tasks.values())
         if self.buffer.waiting.lacking(task) > self._tasks[task].in_production:
             return True
-        return self.buffer.waiting.has_room(task, int(coming + self._tasks[task].nbytes_group))
+        coming = (len(self._in_production) + 1) * self.buffer.group_nbytes_mean
+        return self.buffer.waiting.has_room(task, int(coming))
 
     def _need(self, train_step: int) -> dict[str, int]:
         """The split of a batch: what an ended task cannot give falls to the others."""
@@ -421,8 +419,6 @@ class Dispatcher:
                 )
         elif status is Status.COMPLETED:
             state.useless_in_row = 0
-            stored = self.buffer.last_put_nbytes
-            state.nbytes_group += (stored - state.nbytes_group) * (0.1 if state.nbytes_group else 1)
 
     def _end_exhausted_tasks(self) -> None:
         for task, state in self._tasks.items():

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import snapshot
+from trainer import snapshot as snapshots
 from trainer.errors import BadGroup, PutTimeout, ReplayError, TakeTimeout
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.ledger import Ledger
@@ -202,6 +202,11 @@ class ReplayBuffer:
             self._changed()
         return sum(len(entry.group.rollouts) for entry in done)
 
+    def settle_all(self) -> None:
+        """`settle` for everyone who took a batch."""
+        for owner in list(self._taken):
+            self.settle(owner)
+
     # -- both ------------------------------------------------------------------------------------
 
     async def refresh(self, train_step: int) -> Refreshed:
@@ -231,6 +236,11 @@ class ReplayBuffer:
         """Bytes of the arena that groups in the buffer hold; from any thread."""
         return self._index.nbytes
 
+    @property
+    def group_nbytes_mean(self) -> float:
+        """Mean size of the groups in the buffer; 0 while it is empty."""
+        return self._index.nbytes / len(self._index) if len(self._index) else 0.0
+
     def __len__(self) -> int:
         return len(self._index)
 
@@ -246,8 +256,7 @@ class ReplayBuffer:
 
     def check_books(self) -> None:
         """`LedgerError` unless every produced rollout is accounted for (L26)."""
-        for owner in list(self._taken):
-            self.settle(owner)
+        self.settle_all()
         self.ledger.balance(self.held())
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -301,18 +310,17 @@ class ReplayBuffer:
 
         The producer goes on: what is to be written is pinned in one step, then written by a thread.
         """
-        await snapshot.write(self.freeze(), Path(folder))
+        await snapshots.write(self.freeze(), Path(folder))
 
-    def freeze(self) -> snapshot.Frozen:
+    def freeze(self) -> snapshots.Frozen:
         """Pin everything that a snapshot of this moment consists of. Groups taken and not settled
         are part of it.
         """
-        for owner in list(self._taken):
-            self.settle(owner)
+        self.settle_all()
         entries = [*self._index, *(entry for entry, _ in self._lent.values())]
         entries += [e for taken in self._taken.values() for e in taken.values()]
         entries.sort(key=lambda entry: entry.seq)
-        return snapshot.freeze(
+        return snapshots.freeze(
             self._store,
             groups=[entry.group for entry in entries],
             state={
@@ -337,7 +345,7 @@ class ReplayBuffer:
         by `owner`.
         """
         buffer = cls(store, order=order, max_bytes=max_bytes, expiry=expiry, owner=owner)
-        groups, state = await snapshot.read(Path(folder), store, owner=owner)
+        groups, state = await snapshots.read(Path(folder), store, owner=owner)
         buffer.train_step = int(state["train_step"])
         buffer.ledger = Ledger.from_json(state["ledger"])
         buffer.window = Window.from_json(state["window"])

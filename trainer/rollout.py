@@ -100,9 +100,11 @@ class Rollout:
     """One attempt at a prompt. Its tokens are in the session `session_id`, at the nodes below.
 
     `leaves`: positions in the session of the segments that end a trainable path (several for one
-    agent session that branched). `n_prompt_nodes`: how many leading segments of the session are the
-    prompt; expiry by retry cuts the session back to them. `model_step_min` / `max`: oldest and
-    newest step that sampled a trainable token, None while there is none.
+    agent session that branched). `turns`: nodes at which a turn of the model was finished; what the
+    model sampled after the last of them is a turn that was aborted and can go on.
+    `n_prompt_nodes`: how many leading segments of the session are the prompt; expiry by retry cuts
+    the session back to them. `model_step_min` / `max`: oldest and newest step that sampled a
+    trainable token, None while there is none.
     """
 
     session_id: str
@@ -112,6 +114,7 @@ class Rollout:
     status: Status = Status.INIT
     reward: float | None = None
     leaves: tuple[int, ...] = ()
+    turns: tuple[int, ...] = ()
     n_prompt_nodes: int = 1
     n_prompt_tokens: int = 0
     n_response_tokens: int = 0
@@ -142,6 +145,7 @@ class Rollout:
             status=status,
             reward=None,
             leaves=(),
+            turns=(),
             n_response_tokens=0,
             model_step_min=None,
             model_step_max=None,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import pyarrow as pa  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from trainer.errors import TraceError
@@ -173,7 +173,7 @@ def _shape_of(segment: Segment, text_nbytes: int) -> _Shape:
 
 def _routing_parts(routed: Routing, n: int) -> list[Any]:
     """Rows of all n tokens (a missing last row is zero), padded to 8 bytes as Arrow wants."""
-    parts: list[Any] = [np.ascontiguousarray(routed)]
+    parts: list[Any] = [np.ascontiguousarray(routed)] if len(routed) else []
     _, layers, top_k = routed.shape
     row_nbytes = layers * top_k * routed.itemsize
     missing = (n - len(routed)) * row_nbytes

@@ -12,7 +12,7 @@ Safe to call from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,24 +52,35 @@ class TraceStore:
         """Begin a session; `SessionExists` while one of this id lives."""
         self._sessions.open(session_id, owner=owner)
 
-    def insert(self, session_id: str, segment: Segment, parent: int | None = None) -> int:
+    def insert(
+        self,
+        session_id: str,
+        segment: Segment,
+        parent: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
         """Add a segment below `parent` (None: a new root); -> its node.
 
-        `SessionReleased` when the session is gone, `StoreFull` when the arena is. The segment is
-        visible to all processes when this returns, and never in part.
+        `SessionReleased` when the session is gone; `StoreFull` when the arena has no room within
+        `timeout` seconds (None: does not wait). The segment is visible to all processes when this
+        returns, and never in part.
         """
-        parts = segment_codec.encode(segment)
-        ref = self._store.put_stream(parts)
-        return int(self._sessions.attach(session_id, ref, parent=parent))
+        ref = self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
+        return self._sessions.attach(session_id, ref, parent)
 
     def insert_shared(
-        self, session_ids: Sequence[str], segment: Segment, parent: int | None = None
+        self,
+        session_ids: Sequence[str],
+        segment: Segment,
+        parent: int | None = None,
+        timeout: float | None = None,
     ) -> list[int]:
-        """Store a segment once and add it to several sessions: the prompt of a group; -> a node in
-        each.
+        """Store a segment once and add it to several sessions: the prompt of a group.
+
+        -> its node in each. All sessions get it, or those before the one that is released.
         """
-        ref = self._store.put_stream(segment_codec.encode(segment))
-        return [int(self._sessions.attach(sid, ref, parent=parent)) for sid in session_ids]
+        ref = self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
+        return [self._sessions.attach(session_id, ref, parent) for session_id in session_ids]
 
     def segment(self, session_id: str, node: int) -> Segment:
         """One segment as read-only views; they pin its bytes while they are kept."""
@@ -125,11 +136,19 @@ class TraceStore:
 
     def release(self, session_ids: Sequence[str], owner: str, strict: bool = False) -> list[str]:
         """End those of the sessions that exist and are `owner`'s; -> their ids (L03, L04)."""
-        return list(self._sessions.release(session_ids, owner=owner, strict=strict))
+        return self._sessions.release(session_ids, owner, strict)
 
     def truncate(self, session_id: str, keep: int) -> int:
         """Let go of all segments from position `keep` on; -> how many."""
-        return int(self._sessions.truncate(session_id, keep=keep))
+        return self._sessions.truncate(session_id, keep)
+
+    def path(self, session_id: str, node: int) -> list[int]:
+        """Nodes from the root to `node`."""
+        return self._path_to(self._objects(session_id), session_id, node)
+
+    def length(self, session_id: str) -> int:
+        """How many segments the session has."""
+        return len(self._objects(session_id))
 
     def nbytes(self, session_id: str) -> int:
         """Bytes of the arena that the session's segments take."""
@@ -329,9 +348,3 @@ def _assemble_routing(
             (culprit,),
         )
     return routed
-
-
-def iter_paths(traces: TraceStore, session_id: str, leaves: Sequence[int]) -> Iterator[Trace]:
-    """The trainable paths of one rollout, one `Trace` each."""
-    for leaf in leaves:
-        yield traces.export(session_id, node=leaf)

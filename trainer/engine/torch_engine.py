@@ -265,10 +265,12 @@ class TorchEngine:
 
     def _end_all(self, error: EngineError) -> None:
         """Nobody waits any more: requests and new weights that are still open fail with `error`."""
-        waiting = [item.done for item in (*self._inbox, *self._swaps) if isinstance(item, _Swap)]
-        for future in (*self._futures.values(), *waiting):
+        for future in self._futures.values():
             if not future.done():
                 future.set_exception(error)
+        for item in (*self._inbox, *self._swaps):
+            if isinstance(item, _Swap):
+                _fail(item.done, error)
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         for sequence, outcome in outcomes:

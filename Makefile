@@ -7,7 +7,7 @@ CORE_IN := $(wildcard csrc/*.h csrc/*.cc csrc/*.cpp) CMakeLists.txt
 STAMP   := $(VENV)/.installed
 CTEST   ?= build/ctest
 
-.PHONY: install demo test check bench
+.PHONY: install demo test check bench bench-peers
 
 install: $(STAMP)
 
@@ -34,6 +34,11 @@ bench: install
 	$(PY) -m bench actors
 	$(PY) -m bench replay
 	$(PY) -m bench train
+
+# Other systems, for `python -m bench ... --peers`, in an environment of their own.
+bench-peers:
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install -q -r bench/peers/requirements.txt
 
 check: install
 	$(PY) -m ruff check .

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from trainer.errors import ConfigError, SnapshotError, TrainerError
-from trainer.loss import Normalizer, correction_weights, kl_k3, policy_loss
+from trainer.loss import correction_weights, kl_k3, policy_loss, token_weights
 from trainer.model_config import LearnerConfig
 from trainer.optim import Optimizer
 from trainer.packed_forward import PackedTraces, TokenScores, score, trained_positions
@@ -55,6 +55,12 @@ class _Figures:
         top = values.detach().max()
         self.peaks[name] = torch.maximum(self.peaks[name], top) if name in self.peaks else top
 
+    def result(self, tokens: float, updates: int) -> dict[str, float]:
+        """Means over the tokens, and the greatest; `loss` is the mean over the updates."""
+        means = {name: float(total) / tokens for name, total in self.sums.items()}
+        means["loss"] *= tokens / updates
+        return {**means, **{name: float(top) for name, top in self.peaks.items()}}
+
 
 @dataclass(frozen=True)
 class _Item:
@@ -66,6 +72,7 @@ class _Item:
     positions: NDArray[np.int64]
     advantages: NDArray[np.float32]
     """One for each position."""
+    rollout: int
     old: NDArray[np.float32] | None = None
     """The learner's log-probs before the update, where they had to be computed first."""
 
@@ -109,19 +116,23 @@ class Learner:
         advantages: Sequence[float] | Sequence[ArrayLike] | NDArray[np.float32],
         *,
         rewards: Sequence[float] | None = None,
-        masks: Sequence[NDArray[np.bool_] | None] | None = None,
+        rollout_ids: Sequence[int] | None = None,
         train_step: int = 0,
+        max_token_staleness: int | None = None,
     ) -> dict[str, float]:
         """One train step: `minibatches` optimizer steps over the batch; → its figures.
 
-        advantages: one number a trace, or an array with one a token of it. masks: bool `[T]` a
-        trace, tokens to leave out of the loss (False), such as the too stale. Traces without a
-        trained token are skipped. The figures are described in docs/metrics.md; without any token
-        to train only `tokens` (0) and `lr` are there, and nothing is updated.
+        advantages: one number a trace, or an array with one a token of it. rollout_ids: the rollout
+        of each trace, where one has several; by default each is its own. max_token_staleness:
+        tokens older than that at `train_step` are left out of the loss (L18). Traces without a
+        trained token are skipped. Without any token to train, `tokens` is 0 and nothing is updated.
+        The figures are described in docs/losses.md.
 
         Raises UpdateNotFinite, RoutingMissing, ConfigError.
         """
-        items = self._items(traces, advantages, masks)
+        ids = list(range(len(traces))) if rollout_ids is None else list(rollout_ids)
+        masks = [_fresh_enough(trace, train_step, max_token_staleness) for trace in traces]
+        items = self._items(traces, advantages, ids, masks)
         figures: dict[str, float] = {
             "train_step": float(train_step),
             "lr": self.optimizer.lr,
@@ -135,32 +146,32 @@ class Learner:
         items = self._with_old_logprobs(items)
         sums = _Figures()
         norms, skipped = [], 0
-        parts = min(self.config.minibatches, len(items))
-        for indices in np.array_split(np.arange(len(items)), parts):
-            norm, done = self._update([items[index] for index in indices], sums)
+        chosen = list(dict.fromkeys(item.rollout for item in items))
+        parts = min(self.config.minibatches, len(chosen))
+        for part in np.array_split(np.array(chosen), parts):
+            mine = set(part.tolist())
+            norm, done = self._update([item for item in items if item.rollout in mine], sums)
             norms.append(norm)
             skipped += not done
         figures["grad_norm"] = float(np.mean(norms))
         figures["updates_skipped"] = float(skipped)
-        tokens = figures["tokens"]
-        figures.update({name: float(total) / tokens for name, total in sums.sums.items()})
-        figures.update({name: float(top) for name, top in sums.peaks.items()})
-        figures["loss"] *= tokens / parts  # a sum of normalized parts, not of tokens
-        return figures
+        return {**figures, **sums.result(figures["tokens"], parts)}
 
     def _items(
         self,
         traces: Sequence[Trace],
         advantages: Sequence[float] | Sequence[ArrayLike] | NDArray[np.float32],
-        masks: Sequence[NDArray[np.bool_] | None] | None,
+        rollout_ids: Sequence[int],
+        masks: Sequence[NDArray[np.bool_] | None],
     ) -> list[_Item]:
-        if len(advantages) != len(traces) or (masks is not None and len(masks) != len(traces)):
+        if not len(advantages) == len(rollout_ids) == len(traces):
             raise ConfigError(
-                f"{len(traces)} traces need as many advantages (given {len(advantages)}) and masks"
+                f"{len(traces)} traces need as many advantages (given {len(advantages)}) and "
+                f"rollout_ids (given {len(rollout_ids)})"
             )
         items = []
         for index, trace in enumerate(traces):
-            positions = trained_positions(trace, None if masks is None else masks[index])
+            positions = trained_positions(trace, masks[index])
             if not len(positions):
                 continue
             given = np.asarray(advantages[index], dtype=np.float32)
@@ -170,7 +181,7 @@ class Learner:
                     f"for each of its {len(trace)} tokens"
                 )
             tokenwise = given[positions] if given.ndim else np.full(len(positions), given)
-            items.append(_Item(index, trace, positions, tokenwise.astype(np.float32)))
+            items.append(_Item(index, trace, positions, tokenwise, rollout_ids[index]))
         return items
 
     def _with_old_logprobs(self, items: list[_Item]) -> list[_Item]:
@@ -187,18 +198,22 @@ class Learner:
 
     def _update(self, items: list[_Item], sums: _Figures) -> tuple[float, bool]:
         """One optimizer step; → the gradient's norm, and whether the step was taken."""
-        normalizer = Normalizer(
+        weights = token_weights(
             self.config.normalize,
-            tokens=sum(len(item.positions) for item in items),
-            rollouts=len(items),
-            constant_tokens=self.config.constant_tokens,
+            np.concatenate([np.full(len(item.positions), item.rollout) for item in items]),
+            self.config.constant_tokens,
         )
+        ends = np.cumsum([len(item.positions) for item in items])
+        shares = np.split(weights, ends[:-1])
         self.optimizer.zero_grad()
-        for chosen in self._passes(items):
+        for indices in self._pass_indices(items):
+            chosen = [items[index] for index in indices]
             packed = self._pack(chosen, routing=self._replays)
+            weight = self._column([shares[index] for index in indices])
             # The backward belongs inside: recomputed layers must meet the same experts.
             with packed.replay(self.routing):
-                self._loss(packed, chosen, normalizer, sums).backward()  # type: ignore[no-untyped-call]
+                loss = self._loss(packed, chosen, weight, sums)
+                loss.backward()  # type: ignore[no-untyped-call]
         norm = float(self.optimizer.clip())
         if not np.isfinite(norm):
             self.optimizer.zero_grad()
@@ -215,7 +230,7 @@ class Learner:
         return norm, True
 
     def _loss(
-        self, packed: PackedTraces, items: list[_Item], normalizer: Normalizer, sums: _Figures
+        self, packed: PackedTraces, items: list[_Item], counts: torch.Tensor, sums: _Figures
     ) -> torch.Tensor:
         config = self.config
         scores = self._score(packed)
@@ -233,7 +248,7 @@ class Learner:
             sums.add("kl_reference", divergence)
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * scores.entropy
-        part = normalizer.part(loss, packed.rollout, packed.rollouts)
+        part = (loss * counts).sum()
         gap = (scores.logp.detach() - packed.rollout_logp).abs()
         sums.add("loss", part)
         sums.add("entropy", scores.entropy)
@@ -260,7 +275,7 @@ class Learner:
         """Log-probs float32 `[T]` of each trace's labelled tokens under the weights as they are, 0
         elsewhere. `replay`: through the recorded experts; by default as in training.
         """
-        items = self._items(traces, [0.0] * len(traces), None)
+        items = self._items(traces, [0.0] * len(traces), range(len(traces)), [None] * len(traces))
         uses = self._replays if replay is None else replay and self.routing.info.layers > 0
         result = [np.zeros(len(trace), dtype=np.float32) for trace in traces]
         for item, scored in zip(items, self._scored(items, replay=uses), strict=True):
@@ -281,9 +296,6 @@ class Learner:
     def _pass_indices(self, items: list[_Item]) -> list[list[int]]:
         lengths = [int(item.positions[-1]) for item in items]
         return pack_in_passes(lengths, self.config.micro_tokens)
-
-    def _passes(self, items: list[_Item]) -> list[list[_Item]]:
-        return [[items[index] for index in indices] for indices in self._pass_indices(items)]
 
     def _pack(self, items: list[_Item], *, routing: bool) -> PackedTraces:
         return PackedTraces(
@@ -360,6 +372,15 @@ class Learner:
         except (OSError, SafetensorError) as error:
             raise SnapshotError(f"{folder / _STATE_FILE} cannot be read: {error}") from error
         self.load_state_arrays(arrays)
+
+
+def _fresh_enough(
+    trace: Trace, train_step: int, staleness_max: int | None
+) -> NDArray[np.bool_] | None:
+    """Tokens whose staleness, train step - model step - 1, is within the bound; None: all."""
+    if staleness_max is None:
+        return None
+    return np.asarray(train_step - trace.model_steps - 1 <= staleness_max)
 
 
 def _frozen(model: Any, reference: Any | None) -> Any:

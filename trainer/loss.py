@@ -2,8 +2,8 @@
 
 All tensors are flat, one element a trained token: `[M]`, of R rollouts, `rollout` `[M]` saying
 which. Every function returns a loss for each token (to be minimised) and leaves the averaging to
-`Normalizer`, so that the parts of a batch add up to the whole whatever their sizes. Formulas and
-sources: docs/losses.md.
+`token_weights`, so that the passes of a batch add up to the whole whatever their sizes. Formulas
+and sources: docs/losses.md.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trainer.model_config import LearnerConfig
 
 __all__ = [
-    "Normalizer",
     "TokenLoss",
     "correction_weights",
     "kl_k3",
     "policy_loss",
     "rollout_means",
+    "token_weights",
 ]
 
 _LOG_RATIO_MAX = 20.0
@@ -105,21 +107,21 @@ def rollout_means(values: torch.Tensor, rollout: torch.Tensor, rollouts: int) ->
     return sums / counts
 
 
-@dataclass(frozen=True)
-class Normalizer:
-    """Turns token losses into the part of the loss that they contribute to one optimizer step."""
+def token_weights(
+    normalize: Literal["token", "rollout", "constant"],
+    rollout: NDArray[np.int64],
+    constant_tokens: int,
+) -> NDArray[np.float32]:
+    """What each token's loss counts in the loss of an optimizer step: float32 `[M]`.
 
-    normalize: Literal["token", "rollout", "constant"]
-    tokens: int
-    """Trained tokens of the whole optimizer step."""
-    rollouts: int
-    """Rollouts of the whole optimizer step."""
-    constant_tokens: int
-
-    def part(self, values: torch.Tensor, rollout: torch.Tensor, rollouts: int) -> torch.Tensor:
-        """values `[M]` of some rollouts, each whole, numbered below `rollouts` → a scalar."""
-        if self.normalize == "token":
-            return values.sum() / self.tokens
-        if self.normalize == "rollout":
-            return rollout_means(values, rollout, rollouts).sum() / self.rollouts
-        return values.sum() / (self.rollouts * self.constant_tokens)
+    rollout int64 `[M]`: which rollout each trained token of the whole step belongs to. Because the
+    weights are those of the whole step, its passes may be cut anywhere.
+    """
+    _, place, counts = np.unique(rollout, return_inverse=True, return_counts=True)
+    if normalize == "token":
+        weights = np.full(len(rollout), 1.0 / len(rollout))
+    elif normalize == "rollout":
+        weights = 1.0 / (counts[place] * len(counts))
+    else:
+        weights = np.full(len(rollout), 1.0 / (len(counts) * constant_tokens))
+    return weights.astype(np.float32)

@@ -1,8 +1,9 @@
 """`shmrl store ...`: look at arenas, check them, remove them.
 
-Owns the command line of the store, also reachable as `python -m shmstore`. Every command has `--json`:
-one JSON document on stdout and nothing else. Exit statuses: 0 all is well, 1 something is wrong
-with what was looked at (unsound, debris left), 2 the command could not be done (no such arena, usage).
+Owns the command line of the store, also reachable as `python -m shmstore`. Every command has
+`--json`: one JSON document on stdout and nothing else. Exit statuses: 0 all is well, 1 something is
+wrong with what was looked at (unsound, debris left), 2 the command could not be done (no such
+arena, usage).
 
     ls                 arenas of this user          check NAME         full audit; 1 when unsound
     stat NAME          what it holds, by owner      rm NAME [--force]  unlink; --force also a live one

@@ -6,7 +6,7 @@ wrong with what was looked at (unsound, debris left), 2 the command could not be
 arena, usage).
 
     ls                 arenas of this user          check NAME         full audit; 1 when unsound
-    stat NAME          what it holds, by owner      rm NAME [--force]  unlink; --force also a live one
+    stat NAME          what it holds, by owner      rm NAME [--force]  unlink; force: a live one too
     top NAME           the same, live               doctor [--clean]   debris; --clean removes it
 """
 

@@ -26,10 +26,11 @@ from shmstore import (
     StoreExists,
     StoreNotFound,
     StoreSuperseded,
+    _core,
     errors,
     usage,
 )
-from shmstore.testing import temporary_store, unique_name
+from shmstore.testing import Puppet, temporary_store, unique_name
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_an_absurd_capacity_is_a_bad_value_and_makes_nothing(capacity: Any) -> N
 
 
 def test_the_smallest_capacity_is_stated() -> None:
-    with pytest.raises(BadValue, match="1048576|1 MiB"):
+    with pytest.raises(BadValue, match=r"1048576|1 MiB"):
         Store.create(unique_name(), 4096)
 
 
@@ -130,8 +131,6 @@ def test_an_unlinked_arena_works_on_for_those_who_have_it() -> None:
 def test_a_late_unlink_does_not_take_the_successors_name() -> None:
     with temporary_store("4MiB") as old:
         Store.unlink(old.name)
-        from shmstore.testing import Puppet
-
         with Puppet() as puppet:
             puppet.call(lambda state, n: state.update(s=Store.create(n, "4MiB")), old.name)
             with pytest.raises(StoreSuperseded):
@@ -146,11 +145,8 @@ def test_another_users_arena_is_denied() -> None:
         path = store.path
         os.chown(path, 12345, 12345)
         try:
-            with pytest.raises(StoreDenied) as caught:
-                from shmstore.testing import Puppet
-
-                with Puppet() as puppet:
-                    puppet.call(lambda state, n: Store.attach(n) and None, store.name)
+            with Puppet() as puppet, pytest.raises(StoreDenied) as caught:
+                puppet.call(lambda state, n: Store.attach(n) and None, store.name)
             assert isinstance(caught.value, PermissionError)
         finally:
             os.chown(path, 0, 0)
@@ -176,8 +172,6 @@ def test_a_file_that_is_no_arena_is_damaged_and_of_another_version_a_mismatch() 
             target.write_bytes(damage)
             with pytest.raises((ArenaDamaged, LayoutMismatch)):
                 Store.attach(name)
-        from shmstore import _core
-
         version = struct.pack("<I", _core.LAYOUT_VERSION)
         place = whole.index(version, 8, 64)
         target.write_bytes(whole[:place] + struct.pack("<I", 9999) + whole[place + 4 :])
@@ -189,8 +183,6 @@ def test_a_file_that_is_no_arena_is_damaged_and_of_another_version_a_mismatch() 
 
 def test_scribbled_arenas_raise_and_never_crash_or_hang() -> None:
     """Random bytes over a copy, then every read: an error of ours or an answer, in a puppet."""
-    from shmstore.testing import Puppet
-
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     name = unique_name()

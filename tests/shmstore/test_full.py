@@ -11,7 +11,9 @@ import pytest
 
 from shmstore import (
     BadValue,
+    ObjectRef,
     ObjectTooLarge,
+    OutOfMemory,
     Store,
     StoreFull,
     TableFull,
@@ -166,14 +168,11 @@ def test_tables_have_sizes_and_say_which_is_full() -> None:
 
 
 def test_a_full_shm_is_an_error_and_not_a_bus_error(small_tmpfs: str) -> None:
-    from shmstore import OutOfMemory
-
     store = Store.create("small", "64MiB", directory=small_tmpfs, max_objects=1024)
     try:
-        refs = []
+        refs: list[ObjectRef] = []
         with pytest.raises((OutOfMemory, StoreFull)) as caught:
-            for _ in range(64):
-                refs.append(store.put(block(1)))
+            refs.extend(store.put(block(1)) for _ in range(64))
         assert isinstance(caught.value, MemoryError)
         assert refs, "what fitted was stored"
         assert all(store.get(ref)[-1] == 0 for ref in refs)

@@ -168,7 +168,6 @@ def test_a_ref_of_another_arena_is_a_bad_ref_everywhere(store: Store) -> None:
         for use in (store.get, store.hold):
             with pytest.raises(BadRef):
                 use(foreign)
-        assert store.free([foreign]) == 0 or True
         with adopting_refs(store):
             assert not pickle.loads(pickle.dumps(foreign)).counted
         del foreign
@@ -210,7 +209,7 @@ def test_the_array_of_a_draft_is_read_only_after_the_seal(store: Store) -> None:
         array = draft.array
         array[...] = 1
     assert not array.flags.writeable
-    with pytest.raises(ValueError, match="sealed|over|no numpy array"):
+    with pytest.raises(ValueError, match="no numpy array"):
         _ = draft.array
 
 
@@ -230,10 +229,16 @@ def test_a_view_that_outlives_the_seal_never_touches_another_object(store: Store
 
 def test_a_block_that_raises_discards_the_draft_even_with_views_alive(store: Store) -> None:
     kept: list[Any] = []
-    with pytest.raises(RuntimeError, match="half-way"), store.build(4096, "u1") as draft:
-        kept.append(draft.array[5:])
-        name = draft.ref
-        raise RuntimeError("half-way")
+    draft = store.build(4096, "u1")
+    name = draft.ref
+
+    def write_half() -> None:
+        with draft:
+            kept.append(draft.array[5:])
+            raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        write_half()
     assert not name.alive
     with pytest.raises(ObjectFreed):
         store.get(name)

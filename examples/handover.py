@@ -135,8 +135,8 @@ def show_a_death(store: Store, producer: multiprocessing.process.BaseProcess) ->
     took_s = time.perf_counter() - begun
     after = store.stats()
     print(
-        f"kill -9 of the producer with {format_size(before.used)} in {before.sessions} open session "
-        f"and a draft: repaired in {took_s * 1e6:.0f} us, "
+        f"kill -9 of the producer with {format_size(before.used)} in {before.sessions} open "
+        f"session and a draft: repaired in {took_s * 1e6:.0f} us, "
         f"{after.sessions} sessions, {format_size(after.used)} left"
     )
     problems = store.check()

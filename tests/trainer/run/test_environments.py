@@ -1,0 +1,243 @@
+"""Prompt sources and environments: splits that never overlap, tools that may do anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from trainer.config import EnvironmentConfig, SourceConfig, TaskConfig
+from trainer.environment import Turn
+from trainer.environments import BadPrompts, ByTask, ToolLoop, build_environment, build_source
+from trainer.environments.tools import calls_in
+from trainer.errors import JudgeError, ToolError
+from trainer.rollout import FinishReason, Prompt
+from trainer.targets import TargetError
+
+TOOLS = """
+import time
+def add(a, b):
+    return {"sum": a + b}
+def sleeps(seconds):
+    time.sleep(seconds)
+def raises():
+    raise RuntimeError("the tool broke")
+"""
+
+
+class ScriptedSession:
+    """Plays the model: each turn is made from what was said to it so far."""
+
+    def __init__(self, say: Callable[[list[str]], str]) -> None:
+        self._say = say
+        self.heard: list[str] = []
+        self.id = "s"
+        self.text = ""
+        self.prompt = Prompt(uid="p", task="t", text="?")
+
+    async def append(self, content: Any) -> int:
+        self.heard.append(content)
+        return 0
+
+    async def generate(self, content: Any = None, params: Any = None) -> Turn:
+        if content is not None:
+            self.heard.append(content)
+        text = self._say(self.heard)
+        self.text += text
+        return Turn(text, np.zeros(1, np.int32), FinishReason.STOP, 0)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def script(turns: Sequence[str]) -> ScriptedSession:
+    return ScriptedSession(lambda heard: turns[min(len(heard), len(turns) - 1)])
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    file = tmp_path / "tools.py"
+    file.write_text(TOOLS)
+    return file
+
+
+async def converse(tools: Path, session: ScriptedSession, timeout_s: float = 20.0) -> None:
+    names = [f"{tools}:{name}" for name in ("add", "sleeps", "raises")]
+    loop = ToolLoop(names, max_turns=4, timeout_s=timeout_s)
+    try:
+        await loop.run(session, session.prompt)
+    finally:
+        await loop.aclose()
+    assert psutil.Process().children() == []
+
+
+async def test_a_tool_call_is_answered_and_the_model_goes_on(tools: Path) -> None:
+    session = script([f"let me see {call('add', a=2, b=3)}{call('add', a=1, b=1)}", "it is 5"])
+    await converse(tools, session)
+    assert session.text.endswith("it is 5")
+    assert '{"sum": 5}' in session.heard[0]
+    assert session.heard[0].index('{"sum": 5}') < session.heard[0].index('{"sum": 2}')
+
+
+async def test_a_model_that_always_calls_tools_ends_at_max_turns(tools: Path) -> None:
+    session = script([call("add", a=1, b=1)])
+    await converse(tools, session)
+    assert len(session.heard) == 3
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ("<tool_call>{not json</tool_call>", "not JSON"),
+        (call("nothing"), "there is no tool 'nothing'"),
+        ('<tool_call>{"name": 3}</tool_call>', "a call needs"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "must be an object"),
+    ],
+)
+async def test_a_malformed_call_is_told_to_the_model(tools: Path, turn: str, words: str) -> None:
+    session = script([turn, "sorry"])
+    await converse(tools, session)
+    assert words in session.heard[0]
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [(call("raises"), "the tool broke"), (call("sleeps", seconds=3600), "no answer within")],
+)
+async def test_L13_a_tool_that_raises_or_sleeps_fails_its_rollout(
+    tools: Path, turn: str, words: str
+) -> None:
+    with pytest.raises(ToolError, match=words):
+        await converse(tools, script([turn]), timeout_s=0.5)
+
+
+async def test_L13_an_environment_that_never_ends_fails_its_rollout(tmp_path: Path) -> None:
+    file = tmp_path / "env.py"
+    file.write_text(
+        "import asyncio\nclass Forever:\n"
+        "    async def run(self, session, prompt):\n        await asyncio.Event().wait()\n"
+    )
+    config = EnvironmentConfig(kind="class", target=f"{file}:Forever", timeout_s=0.05)
+    parts = ByTask([TaskConfig(name="t", environment=config)])
+    with pytest.raises(ToolError, match="longer than 0.05 s"):
+        await parts.run(script(["x"]), Prompt(uid="p", task="t", text="?"))
+    await parts.aclose()
+
+
+def test_a_users_class_without_run_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "env.py"
+    file.write_text("class Empty: pass\nclass Broken:\n    def __init__(self): raise OSError(1)\n")
+    with pytest.raises(TargetError, match="no `async def run"):
+        build_environment(EnvironmentConfig(kind="class", target=f"{file}:Empty"))
+    with pytest.raises(TargetError, match="has no `Missing`"):
+        build_environment(EnvironmentConfig(kind="class", target=f"{file}:Missing"))
+
+
+async def test_each_prompt_meets_the_judge_of_its_task() -> None:
+    from trainer.config import JudgeConfig
+
+    parts = ByTask(
+        [
+            TaskConfig(name="words", judge=JudgeConfig(kind="exact")),
+            TaskConfig(name="sums", judge=JudgeConfig(kind="numeric")),
+        ]
+    )
+    words = Prompt(uid="1", task="words", text="?", answer="3")
+    sums = Prompt(uid="2", task="sums", text="?", answer="3")
+    assert await parts.score(words, "3.0", None) == 0.0
+    assert await parts.score(sums, "3.0", None) == 1.0
+    with pytest.raises(JudgeError):
+        await parts.score(Prompt(uid="3", task="sums", text="?", answer="x"), "3", None)
+    await parts.aclose()
+
+
+def test_calls_in_text_are_found_in_order() -> None:
+    assert calls_in("a<tool_call> 1 </tool_call>b<tool_call>\n2</tool_call>") == ["1", "2"]
+
+
+def gym(**source: Any) -> TaskConfig:
+    return TaskConfig(name="sort", source=SourceConfig(dataset="number_sorting", **source))
+
+
+def test_compact_sorting_prompts_are_right_and_a_pure_function_of_the_index() -> None:
+    task = gym(render="compact_sorting")
+    source = build_source(task, seed=3, held_out=False)
+    again = build_source(task, seed=3, held_out=False)
+    for index in (0, 1, 77, 12_345):
+        prompt = source.prompt(index)
+        assert prompt == again.prompt(index)
+        assert prompt.text is not None
+        digits, direction = prompt.text[:-1], prompt.text[-1]
+        assert prompt.answer == "".join(sorted(digits, reverse=direction == ">"))
+        assert 4 <= len(digits) <= 6
+
+
+def test_training_prompts_and_held_out_prompts_never_meet() -> None:
+    task = gym(render="compact_sorting", params={"min_numbers": 2, "max_numbers": 3})
+    texts = {
+        held_out: {
+            build_source(task, seed=seed, held_out=held_out).prompt(i).text
+            for seed in (0, 1)
+            for i in range(1500)
+        }
+        for held_out in (False, True)
+    }
+    assert texts[True]
+    assert not texts[True] & texts[False]
+
+
+def test_every_gym_prompt_is_json_and_scores_its_own_answer() -> None:
+    prompt = build_source(gym(), seed=0, held_out=True).prompt(5)
+    assert json.loads(json.dumps(prompt.metadata)) == prompt.metadata
+
+
+def write(tmp_path: Path, text: str) -> TaskConfig:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    return TaskConfig(name="mine", source=SourceConfig(kind="jsonl", path=str(file), holdout=0.5))
+
+
+def test_jsonl_prompts_are_split_whole_and_keep_their_other_fields(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"q{i}", "answer": i, "level": i % 3}) for i in range(40)]
+    task = write(tmp_path, "\n".join(lines) + "\n\n")
+    sides = [build_source(task, seed=0, held_out=held_out) for held_out in (False, True)]
+    prompts = [side.prompt(i) for side in sides for i in range(side.size or 0)]
+    assert sorted(p.answer for p in prompts) == list(range(40))
+    assert all(p.metadata["level"] == p.answer % 3 for p in prompts)
+    assert len({p.uid for p in prompts}) == 40
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no prompt"),
+        ('{"prompt": "q"}\n', "line 1: needs the field.* answer"),
+        ('{"prompt": "q", "answer": 1}\n{oops\n', "line 2: is not JSON"),
+        ('{"prompt": 3, "answer": 1}\n', "line 1: prompt must be text"),
+        ("[1]\n", "line 1: needs"),
+    ],
+)
+def test_bad_jsonl_names_its_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(BadPrompts, match=words):
+        build_source(write(tmp_path, text), seed=0, held_out=False)
+
+
+def test_a_chat_prompt_becomes_messages_with_the_system_text_first(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "q", "answer": "a"}\n')
+    config = SourceConfig(kind="jsonl", path=str(file), system="be brief", holdout=0.0)
+    prompt = build_source(TaskConfig(name="t", source=config), seed=0, held_out=False).prompt(0)
+    assert prompt.messages is not None
+    assert [m["role"] for m in prompt.messages] == ["system", "user"]
+
+
+def test_an_unknown_data_set_is_a_clear_error() -> None:
+    task = TaskConfig(name="t", source=SourceConfig(dataset="no_such_thing"))
+    with pytest.raises(BadPrompts, match="no_such_thing"):
+        build_source(task, seed=0, held_out=False)

@@ -1,0 +1,136 @@
+"""The run folder: whole checkpoints or none, metrics that survive a kill, pictures and lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from trainer.config import load
+from trainer.display import PlainDisplay
+from trainer.metrics import MetricsWriter, describe, read_metrics
+from trainer.plot import plot_rewards, smoothed
+from trainer.run_folder import BadRunFolder, RunFolder, write_atomically
+
+CONFIG = """\
+model: {config: {architecture: Qwen3MoeForCausalLM}, tokenizer: char}
+tasks: [{name: sort, source: {dataset: number_sorting, render: compact_sorting}}]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    file = tmp_path / "c.yaml"
+    file.write_text(CONFIG)
+    return RunFolder.create(load(file, [f"run.folder={tmp_path / 'runs'}"]), "r")
+
+
+def test_the_resolved_config_of_a_run_loads_to_the_same_config(folder: RunFolder) -> None:
+    again = RunFolder.open(folder.path)
+    assert again.config() == folder.config()
+    assert again.config(("schedule.steps=3",)).schedule.steps == 3
+
+
+def test_a_run_is_never_written_over_and_a_folder_without_a_run_is_refused(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    with pytest.raises(BadRunFolder, match="exists"):
+        RunFolder.create(folder.config(), "r")
+    with pytest.raises(BadRunFolder, match="no run folder"):
+        RunFolder.open(tmp_path / "nothing")
+
+
+def checkpoint(folder: RunFolder, step: int) -> None:
+    with folder.new_checkpoint(step) as draft:
+        (draft / "data").write_text(str(step))
+
+
+def test_L24_a_checkpoint_that_fails_leaves_the_one_before_and_no_draft(folder: RunFolder) -> None:
+    checkpoint(folder, 10)
+    with pytest.raises(OSError, match="no space"), folder.new_checkpoint(20) as draft:
+        (draft / "half").write_text("x")
+        raise OSError("no space left on device")
+    assert folder.latest_checkpoint() == (10, folder.checkpoints / "step-10")
+    assert sorted(p.name for p in folder.checkpoints.iterdir()) == ["latest", "step-10"]
+
+
+def test_L24_a_kill_between_rename_and_marker_leaves_the_marked_one(folder: RunFolder) -> None:
+    checkpoint(folder, 10)
+    (folder.checkpoints / "step-20").mkdir()  # renamed, but the marker was never written
+    assert folder.latest_checkpoint() == (10, folder.checkpoints / "step-10")
+    checkpoint(folder, 20)
+    assert folder.latest_checkpoint() == (20, folder.checkpoints / "step-20")
+
+
+def test_pruning_keeps_the_newest_and_the_marked_checkpoint(folder: RunFolder) -> None:
+    for step in (9, 10, 11, 100):
+        checkpoint(folder, step)
+    write_atomically(folder.checkpoints / "latest", "step-9\n")
+    stale = folder.checkpoints / ".step-12.1.tmp"
+    stale.mkdir()
+    folder.prune_checkpoints(2)
+    assert sorted(p.name for p in folder.checkpoints.iterdir()) == [
+        "latest",
+        "step-100",
+        "step-11",
+        "step-9",
+    ]
+
+
+def test_a_failed_write_leaves_the_old_text(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    write_atomically(file, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(file, "new \udc80")
+    assert file.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_metrics_skip_what_is_no_number_and_survive_a_torn_last_line(folder: RunFolder) -> None:
+    writer = MetricsWriter(folder.metrics_file, folder.tensorboard)
+    for step in range(1, 6):
+        writer.write(step, {"reward": step / 10, "loss": math.nan if step == 2 else 1.0})
+    writer.close()
+    with folder.metrics_file.open("a") as file:
+        file.write('{"train_step": 6, "rew')
+    records = list(read_metrics(folder.metrics_file))
+    assert [r["reward"] for r in records] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert records[1]["nonfinite"] == 1
+    assert any(folder.tensorboard.iterdir())
+    folder.keep_metrics_through(3)
+    kept = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
+    assert [r["train_step"] for r in kept] == [1, 2, 3]
+
+
+def test_the_plot_is_a_picture(folder: RunFolder) -> None:
+    writer = MetricsWriter(folder.metrics_file, None)
+    for step in range(1, 30):
+        writer.write(
+            step, {"reward": step / 30, **({"eval/reward": 0.5} if step % 10 == 0 else {})}
+        )
+    writer.close()
+    plot_rewards(folder.metrics_file, folder.plot_file, "r")
+    assert folder.plot_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoothing_is_a_running_mean_over_a_twentieth() -> None:
+    assert smoothed([float(i) for i in range(40)])[-1] == 38.5
+    assert smoothed([1.0, 3.0]) == [1.0, 3.0]
+
+
+def test_plain_lines_say_step_and_reward() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    display.step({"train_step": 7, "reward": 0.25, "arena_bytes": 3 << 20})
+    display.step({"train_step": 8, "reward": 0.5})  # within the same second: left out
+    display.note("engine restarted")
+    assert stream.getvalue() == "step 7  reward 0.250  arena MiB 3.0\nengine restarted\n"
+
+
+def test_families_of_metrics_are_described_and_unknown_names_are_not() -> None:
+    assert describe("owner/producer-0") is not None
+    assert describe("eval/reward") is not None
+    assert describe("surprise") is None

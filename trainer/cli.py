@@ -1,0 +1,216 @@
+"""The command `shmrl`: parses arguments, calls one layer, turns errors into exit statuses.
+
+Owns nothing but that; the only file that may read environment variables. Heavy imports happen
+inside the command that needs them, so that `shmrl store ls` answers at once.
+
+Exit statuses: 0 done; 1 the run or command failed; 2 usage or configuration; 3 something of the
+run was left in the arena (its owners are printed); 130 interrupted (Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_LEFTOVERS", "EXIT_OK", "EXIT_USAGE", "main"]
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_LEFTOVERS = 3
+EXIT_INTERRUPTED = 130
+
+_PASSED_ON = ("store", "top", "bench")
+"""Commands whose arguments belong to another layer's own parser."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in _PASSED_ON:
+        return _guarded(lambda: _PASS[given[0]](given[1:]))
+    options = _parser().parse_args(given)
+    command: Callable[[argparse.Namespace], int] = options.command
+    return _guarded(lambda: command(options))
+
+
+def _guarded(command: Callable[[], int]) -> int:
+    """Errors of ours become one message and a status; anything else is a bug and keeps its
+    trace.
+    """
+    from trainer.errors import ConfigError, TrainerError
+
+    try:
+        return command()
+    except ConfigError as error:
+        print(f"shmrl: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except TrainerError as error:
+        print(f"shmrl: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except Exception as error:
+        if not _is_ours(error):
+            raise
+        print(f"shmrl: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _is_ours(error: Exception) -> bool:
+    """Errors of the two layers below, without importing a layer that the command did not use."""
+    bases = (("shmstore.errors", "StoreError"), ("actors.errors", "ActorError"))
+    modules = [(sys.modules.get(module), name) for module, name in bases]
+    return any(m is not None and isinstance(error, vars(m)[name]) for m, name in modules)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shmrl",
+        description="Asynchronous reinforcement learning of mixture-of-experts language models.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train from a configuration file")
+    train.add_argument("config", type=Path, metavar="CONFIG")
+    train.set_defaults(command=_train)
+
+    resume = commands.add_parser("resume", help="go on with a run from its latest checkpoint")
+    resume.add_argument("run", metavar="RUN", help="run folder, or its name below runs/")
+    resume.set_defaults(command=_resume)
+
+    for sub in (train, resume):
+        sub.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="overrides")
+        sub.add_argument("--json", action="store_true", help="end with one line of JSON on stdout")
+        sub.add_argument("--quiet", action="store_true", help="no table, no progress")
+
+    evaluate = commands.add_parser(
+        "eval", help="evaluate a run's latest checkpoint on held-out prompts"
+    )
+    evaluate.add_argument("run", metavar="RUN")
+    evaluate.add_argument("--step", type=int, help="the checkpoint of this train step")
+    evaluate.add_argument("--prompts", type=int, help="held-out prompts (default: eval.prompts)")
+    evaluate.add_argument(
+        "--temperature", type=float, help="default: eval.temperature; 0 is greedy"
+    )
+    evaluate.add_argument("--json", action="store_true")
+    evaluate.set_defaults(command=_eval)
+
+    doctor = commands.add_parser(
+        "doctor", help="find what dead runs left behind; check this machine"
+    )
+    doctor.add_argument("--clean", action="store_true", help="remove arenas without a live process")
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(command=_doctor)
+
+    node = commands.add_parser("node", help="join a run as another host (not available yet)")
+    node.add_argument("--join", metavar="tcp://HEAD:PORT")
+    node.set_defaults(command=_node)
+
+    for name, text in (
+        ("store", "look into arenas: ls, stat, top, check, rm, doctor"),
+        ("top", "the processes of a run, live"),
+        ("bench", "measure: store, actors, replay, train"),
+    ):
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from trainer.config import load
+    from trainer.run_folder import RunFolder, default_run_name
+
+    config = load(options.config, options.overrides)
+    folder = RunFolder.create(config, config.run.name or default_run_name(options.config))
+    return _fit(folder, options, resume=False)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from trainer.run_folder import RunFolder
+
+    folder = RunFolder.open(options.run)
+    folder.write_config(folder.config(tuple(options.overrides)))
+    return _fit(folder, options, resume=True)
+
+
+def _fit(folder: object, options: argparse.Namespace, *, resume: bool) -> int:
+    from trainer.fit import run_blocking
+    from trainer.run_folder import RunFolder
+
+    assert isinstance(folder, RunFolder)
+    summary = run_blocking(folder, resume=resume, quiet=options.quiet)
+    if options.json:
+        print(json.dumps(summary.to_json()), flush=True)
+    if summary.error:
+        print(f"shmrl: {summary.error}", file=sys.stderr)
+    return summary.exit
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from trainer.eval_run import evaluate_run
+    from trainer.run_folder import RunFolder
+
+    result = evaluate_run(
+        RunFolder.open(options.run),
+        step=options.step,
+        prompts=options.prompts,
+        temperature=options.temperature,
+    )
+    print(json.dumps(result) if options.json else _lines(result))
+    return EXIT_OK
+
+
+def _lines(result: dict[str, object]) -> str:
+    return "\n".join(f"{name:<24} {value}" for name, value in result.items())
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from trainer.doctor import run_doctor
+
+    return run_doctor(clean=options.clean, as_json=options.json)
+
+
+def _node(options: argparse.Namespace) -> int:
+    print(
+        "shmrl: runs over several hosts are not available yet; one host can use all its devices "
+        "(engine.replicas, learner.device). Nothing was joined.",
+        file=sys.stderr,
+    )
+    return EXIT_USAGE
+
+
+def _store(arguments: Sequence[str]) -> int:
+    from shmstore.cli import main as store_main
+
+    return store_main(list(arguments))
+
+
+def _top(arguments: Sequence[str]) -> int:
+    from actors.top import main as top_main
+
+    return top_main(list(arguments))
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    try:
+        from bench.__main__ import main as bench_main
+    except ModuleNotFoundError as error:
+        if error.name not in ("bench", "bench.__main__"):
+            raise
+        print(
+            "shmrl: the benchmarks are part of the source tree, not of the installed package: run "
+            "`shmrl bench` or `python -m bench` in a checkout",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    return bench_main(list(arguments))
+
+
+_PASS: dict[str, Callable[[Sequence[str]], int]] = {"store": _store, "top": _top, "bench": _bench}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

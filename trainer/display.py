@@ -1,0 +1,197 @@
+"""What a person sees while a run goes on: a live table with progress bars, or plain lines.
+
+Owns the terminal (standard error; standard output belongs to `--json`). A terminal gets rich's
+live table; a pipe or a log file gets one line a step, at most one a second. Holds no state of the
+run: it is told, and forgets. Called by the driver only.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Display", "LiveDisplay", "PlainDisplay", "QuietDisplay", "make_display"]
+
+_LINE_EVERY_S = 1.0
+
+
+class Display(Protocol):
+    """What the driver tells."""
+
+    def note(self, text: str) -> None:
+        """Something happened that a person should know."""
+        ...
+
+    def phase(self, name: str, done: float, total: float, detail: str = "") -> None:
+        """Progress of a phase: warm-up, training, evaluation."""
+        ...
+
+    def step(self, values: Mapping[str, float]) -> None:
+        """The metrics of one train step."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_display(*, table_rows: int, quiet: bool = False, stream: TextIO | None = None) -> Display:
+    """The display that suits the stream (default: standard error)."""
+    stream = stream or sys.stderr
+    if quiet:
+        return QuietDisplay()
+    return LiveDisplay(table_rows) if stream.isatty() else PlainDisplay(stream)
+
+
+class QuietDisplay:
+    """Says nothing."""
+
+    def note(self, text: str) -> None: ...
+
+    def phase(self, name: str, done: float, total: float, detail: str = "") -> None: ...
+
+    def step(self, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainDisplay:
+    """Lines for logs and pipes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._last: dict[str, float] = {}
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def phase(self, name: str, done: float, total: float, detail: str = "") -> None:
+        if name == "train" or not (self._due(f"phase {name}") or done >= total):
+            return  # the lines of the steps tell it better
+        print(f"{name}: {done:g}/{total:g} {detail}".rstrip(), file=self._stream, flush=True)
+
+    def step(self, values: Mapping[str, float]) -> None:
+        if not self._due("step"):
+            return
+        parts = [f"step {int(values.get('train_step', 0))}"]
+        parts += [
+            f"{title} {_cell(values, key, digits)}"
+            for key, title, digits in _COLUMNS
+            if key in values
+        ]
+        print("  ".join(parts), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _due(self, what: str) -> bool:
+        now = time.monotonic()
+        if now - self._last.get(what, 0.0) < _LINE_EVERY_S:
+            return False
+        self._last[what] = now
+        return True
+
+
+_COLUMNS = (
+    ("reward", "reward", 3),
+    ("eval/reward", "held-out", 3),
+    ("staleness_mean", "stale", 2),
+    ("kl_engine", "KL", 5),
+    ("tokens_per_s", "tok/s", 0),
+    ("learner_wait_share", "wait", 2),
+    ("step_s", "s", 2),
+    ("buffer_groups", "buffer", 0),
+    ("window/failed_samples", "failed", 0),
+    ("window/filtered_samples", "filtered", 0),
+    ("arena_bytes", "arena MiB", 1),
+)
+
+
+_SCALES = {"arena_bytes": 1.0 / (1 << 20)}
+
+
+def _cell(values: Mapping[str, float], key: str, digits: int) -> str:
+    if key not in values:
+        return "·"
+    return f"{values[key] * _SCALES.get(key, 1.0):,.{digits}f}"
+
+
+class LiveDisplay:
+    """A table of the last steps, progress bars, and the arena by owner."""
+
+    def __init__(self, table_rows: int) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._rows: deque[Mapping[str, float]] = deque(maxlen=table_rows)
+        self._console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("[bold]{task.description:<10}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed:g}/{task.total:g} {task.fields[detail]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            expand=True,
+        )
+        self._bars: dict[str, object] = {}
+        self._live = Live(
+            self._render(), console=self._console, refresh_per_second=4, transient=False
+        )
+        self._live.start()
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, highlight=False)
+
+    def phase(self, name: str, done: float, total: float, detail: str = "") -> None:
+        if name not in self._bars:
+            self._bars[name] = self._progress.add_task(name, total=total, detail="")
+        self._progress.update(self._bars[name], completed=done, total=total, detail=detail)  # type: ignore[arg-type]
+        self._live.update(self._render())
+
+    def step(self, values: Mapping[str, float]) -> None:
+        self._rows.append(dict(values))
+        self._live.update(self._render())
+
+    def close(self) -> None:
+        self._live.update(self._render(), refresh=True)
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        from rich.console import Group
+
+        parts: list[RenderableType] = [self._progress]
+        if self._rows:
+            parts = [self._table(), self._owners(), self._progress]
+        return Group(*parts)
+
+    def _table(self) -> RenderableType:
+        from rich.table import Table
+
+        table = Table(expand=True, header_style="bold")
+        table.add_column("step", justify="right")
+        for _, title, _ in _COLUMNS:
+            table.add_column(title, justify="right")
+        for row in self._rows:
+            cells = [_cell(row, key, digits) for key, _, digits in _COLUMNS]
+            table.add_row(f"{int(row.get('train_step', 0))}", *cells)
+        return table
+
+    def _owners(self) -> RenderableType:
+        from rich.text import Text
+
+        last = self._rows[-1]
+        owners = sorted(k for k in last if k.startswith("owner/"))
+        shown = "  ".join(f"{k.removeprefix('owner/')} {last[k]:g}" for k in owners) or "none"
+        return Text(f"sessions in the arena by owner: {shown}", style="dim")

@@ -1,0 +1,57 @@
+"""`shmrl doctor`: what dead runs left behind, and whether this machine can run the examples.
+
+Owns the report only: arenas are found and removed by `shmstore`. Promises: without `--clean` it
+changes nothing; with it, it removes only arenas without a live process. Exit status 3 while
+debris remains. Called by `trainer.cli`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import sys
+from typing import Any
+
+__all__ = ["machine_report", "run_doctor"]
+
+_PACKAGES = ("torch", "transformers", "reasoning_gym", "math_verify", "tensorboard", "matplotlib")
+_SHM = "/dev/shm"
+_SHM_BYTES_WARN = 1 << 30
+
+
+def run_doctor(*, clean: bool, as_json: bool) -> int:
+    """Prints the report and returns the exit status of the arena check."""
+    from shmstore.cli import main as store_main
+
+    arguments = ["doctor"] + (["--clean"] if clean else []) + (["--json"] if as_json else [])
+    if as_json:
+        return store_main(arguments)
+    for name, value in machine_report().items():
+        print(f"{name:<16} {value}")
+    return store_main(arguments)
+
+
+def machine_report() -> dict[str, Any]:
+    """Facts that explain most failures to start, without importing torch."""
+    usage = shutil.disk_usage(_SHM)
+    report: dict[str, Any] = {
+        "python": sys.version.split()[0],
+        "cores": len(os.sched_getaffinity(0)),
+        "shared memory": f"{usage.free >> 20} MiB free of {usage.total >> 20} MiB in {_SHM}",
+    }
+    if usage.total < _SHM_BYTES_WARN:
+        report["warning"] = (
+            f"{_SHM} is small; in a container raise it (docker run --shm-size=4g), or lower "
+            "store.capacity"
+        )
+    for package in _PACKAGES:
+        report[package] = _version(package)
+    return report
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,349 @@
+"""The built-in engine: any causal language model of transformers, in this process.
+
+Owns one worker thread, in which everything that touches the model runs, so that the event loop
+stays free while tokens are computed. Requests go in through a queue that the worker empties between
+two decode steps; results come back as they end. Promises: an engine error fails one rollout; an
+abort keeps what there is; new weights are taken between two decode steps, and each token records
+the model step that sampled it. All coroutines belong to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.engine.batching import Batcher, Outcome
+from trainer.engine.model_runner import ModelRunner
+from trainer.engine.protocol import (
+    EngineInfo,
+    GenerateRequest,
+    Generation,
+    SyncMode,
+    Tokenizer,
+    WeightsVersion,
+)
+from trainer.engine.sampling import seed_of
+from trainer.engine.sequence import Cancelled
+from trainer.engine.sequence import Sequence as _Sequence
+from trainer.errors import EngineError
+from trainer.model_config import EngineConfig
+from trainer.models import context_max
+
+__all__ = ["EngineClosed", "EngineCounters", "PromptTooLong", "TorchEngine", "WeightsLoader"]
+
+WeightsLoader = Callable[[Any, WeightsVersion], None]
+"""Copies a published version into the model; called in the worker thread."""
+
+
+class PromptTooLong(EngineError):
+    """The context leaves no room for a single new token."""
+
+
+class EngineClosed(EngineError):
+    """The engine was closed before it could answer."""
+
+
+@dataclass(frozen=True)
+class EngineCounters:
+    """What the engine has done so far."""
+
+    tokens_generated: int
+    decode_steps: int
+    contexts_computed: int
+    contexts_reused: int
+    waiting: int
+    running: int
+    kv_bytes: int
+    prefix_bytes: int
+    busy_s: float
+    """Seconds in which the worker thread had something to do."""
+
+
+@dataclass(eq=False)
+class _Swap:
+    """New weights on their way to the worker."""
+
+    weights: WeightsVersion
+    mode: SyncMode
+    done: asyncio.Future[None]
+
+
+class TorchEngine:
+    """`Engine` over a model that lives in this process."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        config: EngineConfig | None = None,
+        *,
+        load_weights: WeightsLoader | None = None,
+        model_step: int = 0,
+    ) -> None:
+        """`load_weights` is needed for `TorchEngine.load_weights` only."""
+        self._config = config or EngineConfig()
+        self._tokenizer = tokenizer
+        self._loader = load_weights
+        self._runner = ModelRunner(model, self._config)
+        self._batcher = Batcher(self._runner, self._config, tokenizer.decode)
+        self._model_step = model_step
+        self._inbox: deque[_Sequence | _Swap] = deque()
+        self._swaps: deque[_Swap] = deque()  # the worker's; the first may wait for a pause
+        self._futures: dict[_Sequence, asyncio.Future[Generation]] = {}
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._broken: BaseException | None = None
+        self._tokens = self._steps = 0
+        self._busy_s = 0.0
+        routing = self._runner.routing.info
+        self._info = EngineInfo(
+            vocab_size=int(model.config.vocab_size),
+            context_max=context_max(model),
+            n_layers_moe=routing.layers,
+            top_k=routing.top_k,
+            n_experts=routing.experts,
+            routes=routing.layers > 0,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def model_step(self) -> int:
+        return self._model_step
+
+    @property
+    def counters(self) -> EngineCounters:
+        batcher = self._batcher
+        return EngineCounters(
+            tokens_generated=self._tokens,
+            decode_steps=self._steps,
+            contexts_computed=batcher.prompts_computed,
+            contexts_reused=batcher.prompts_reused,
+            waiting=len(batcher.waiting) + len(self._inbox),
+            running=len(batcher.running),
+            kv_bytes=self._runner.cache.nbytes,
+            prefix_bytes=batcher.prefixes.nbytes,
+            busy_s=self._busy_s,
+        )
+
+    # --- the loop's side ------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """One continuation. Raises EngineError (PromptTooLong, EngineClosed), for this one only."""
+        loop = self._start()
+        sequence = self._accept(request)
+        future: asyncio.Future[Generation] = loop.create_future()
+        self._futures[sequence] = future
+        self._inbox.append(sequence)
+        self._wake.set()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            sequence.cancelled = Cancelled.DROP
+            self._wake.set()
+            raise
+        finally:
+            self._futures.pop(sequence, None)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Ends requests (None: all), which then return with `FinishReason.ABORT`."""
+        wanted = None if request_ids is None else frozenset(request_ids)
+        count = 0
+        for sequence in self._futures:
+            if wanted is None or sequence.request.request_id in wanted:
+                if sequence.cancelled is Cancelled.NO:
+                    sequence.cancelled = Cancelled.ABORT
+                count += 1
+        self._wake.set()
+        return count
+
+    async def load_weights(self, weights: WeightsVersion, mode: SyncMode = "pause") -> None:
+        """Takes a published version. `in_flight`: between two decode steps. `pause`: running
+        sequences end first, and none is admitted until then.
+
+        Raises EngineError when the version cannot be loaded; the model may then be half new, so
+        the engine refuses to go on.
+        """
+        if self._loader is None:
+            raise EngineError("this engine was made without load_weights=; it keeps its weights")
+        loop = self._start()
+        swap = _Swap(weights, mode, loop.create_future())
+        self._inbox.append(swap)
+        self._wake.set()
+        await swap.done
+
+    async def aclose(self) -> None:
+        """Ends all requests with what they have, and gives back thread, hooks and memory."""
+        if self._closing:
+            return
+        await self.abort()
+        self._closing = True
+        self._wake.set()
+        if self._pump is not None:
+            await self._pump
+        self._worker.shutdown(wait=True)
+        self._runner.close()
+        self._batcher.prefixes.clear()
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.get_running_loop()
+        if self._closing:
+            raise EngineClosed("the engine is closed")
+        if self._broken is not None:
+            raise EngineError(f"the engine broke and takes no more: {self._broken!r}")
+        if self._loop is None:
+            self._loop = loop
+            self._pump = loop.create_task(self._run_worker(), name="engine-pump")
+        if loop is not self._loop:
+            raise EngineError("an engine serves one event loop; this is another one")
+        return loop
+
+    def _accept(self, request: GenerateRequest) -> _Sequence:
+        """The request as a sequence, or EngineError saying what is wrong with it."""
+        context = np.ascontiguousarray(request.token_ids, dtype=np.int32)
+        name, limit = f"request {request.request_id}", self._info.context_max
+        if context.ndim != 1 or not len(context):
+            raise EngineError(f"{name} has no context; give at least one token")
+        if len(context) >= limit:
+            raise PromptTooLong(
+                f"{name} has {len(context)} tokens; the model's context holds {limit}, and one "
+                "must be left to generate"
+            )
+        if context.min() < 0 or context.max() >= self._info.vocab_size:
+            raise EngineError(f"{name} has token ids outside 0 … {self._info.vocab_size - 1}")
+        if not 0 <= request.n_routed_known <= len(context):
+            raise EngineError(
+                f"{name} knows the routing of {request.n_routed_known} of {len(context)} tokens"
+            )
+        if len(self._futures) >= self._config.waiting_max + self._config.max_batch:
+            raise EngineError(f"{name}: {self._config.waiting_max} requests are waiting already")
+        params = request.params
+        seed = params.seed
+        sequence = _Sequence(
+            request=request,
+            context=context,
+            length_max=min(limit, len(context) + params.max_new_tokens),
+            seed=seed_of(self._config.seed, request.session_id) if seed is None else seed,
+            stop_ids=frozenset((*params.stop_token_ids, self._tokenizer.eos_token_id)),
+        )
+        if not self._batcher.can_ever_fit(sequence):
+            raise EngineError(
+                f"{name} may grow to {sequence.length_max} tokens, which do not fit "
+                f"engine.kv_bytes = {self._config.kv_bytes}"
+            )
+        return sequence
+
+    async def _run_worker(self) -> None:
+        """Keeps the worker busy while there is work; ends when the engine is closed."""
+        assert self._loop is not None
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            # Let everything that was woken in this turn of the loop ask first, so that requests
+            # made together are admitted together.
+            await asyncio.sleep(0)
+            began = time.perf_counter()
+            try:
+                outcomes = await self._loop.run_in_executor(self._worker, self._work)
+            except (
+                Exception
+            ) as error:  # our own mistake: nobody may wait for an engine that is gone
+                self._broken = error
+                self._end_all(EngineError(f"the engine broke: {error!r}"))
+                return
+            self._busy_s += time.perf_counter() - began
+            self._deliver(outcomes)
+            if self._closing:
+                self._end_all(EngineClosed("the engine was closed"))
+                return
+
+    def _end_all(self, error: EngineError) -> None:
+        """Nobody waits any more: requests and new weights that are still open fail with `error`."""
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(error)
+        for item in (*self._inbox, *self._swaps):
+            if isinstance(item, _Swap):
+                _fail(item.done, error)
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        for sequence, outcome in outcomes:
+            future = self._futures.get(sequence)
+            if future is None or future.done():
+                continue
+            if isinstance(outcome, EngineError):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+    # --- the worker's side ----------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _work(self) -> list[Outcome]:
+        """Runs until nothing is left to do; → what ended last, the rest was delivered before."""
+        assert self._loop is not None
+        batcher = self._batcher
+        while True:
+            while self._inbox:
+                item = self._inbox.popleft()
+                if isinstance(item, _Swap):
+                    self._swaps.append(item)
+                else:
+                    batcher.waiting.append(item)
+            batcher.end_cancelled()
+            self._swap_weights()
+            if not self._swaps:
+                before = len(batcher.running)
+                batcher.admit(self._model_step)
+                self._tokens += max(0, len(batcher.running) - before)
+            self._steps += 1 if batcher.running else 0
+            self._tokens += len(batcher.running)
+            batcher.decode(self._model_step)
+            outcomes = batcher.take_outcomes()
+            if not batcher.busy and not self._inbox and not self._swaps:
+                return outcomes
+            if outcomes:
+                self._loop.call_soon_threadsafe(self._deliver, outcomes)
+
+    def _swap_weights(self) -> None:
+        """Takes the new weights that may be taken now, oldest first."""
+        while self._swaps:
+            swap = self._swaps[0]
+            if swap.mode == "pause" and self._batcher.running:
+                return
+            self._swaps.popleft()
+            assert self._loader is not None
+            assert self._loop is not None
+            try:
+                self._loader(self._runner.model, swap.weights)
+            except Exception as error:  # whatever the loader raises belongs to who asked for it
+                failure = EngineError(f"weights of step {swap.weights.model_step}: {error}")
+                failure.__cause__ = error
+                self._loop.call_soon_threadsafe(_fail, swap.done, failure)
+                continue
+            self._model_step = swap.weights.model_step
+            self._batcher.weights_changed()
+            self._loop.call_soon_threadsafe(_succeed, swap.done)
+
+
+def _succeed(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _fail(future: asyncio.Future[None], error: EngineError) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,168 @@
+"""What a run writes down about itself: `metrics.jsonl` and TensorBoard events.
+
+Owns the catalog of metric names with unit and meaning (docs/metrics.md is made from it) and the two
+files. Promises: one JSON object a train step, flushed as it is written; numbers only, NaN and
+infinity are left out and counted in `nonfinite`; nothing here imports torch. Written by the
+driver only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["CATALOG", "Metric", "MetricsWriter", "describe", "read_metrics"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Unit and meaning of one name. A name that ends in `*` stands for a family."""
+
+    unit: str
+    meaning: str
+
+
+CATALOG: Mapping[str, Metric] = {
+    "train_step": Metric("step", "The train step, from 1."),
+    "time_s": Metric("s", "Seconds since the run (or its resumption) began."),
+    "nonfinite": Metric("count", "Values of this step that were NaN or infinite and left out."),
+    "reward": Metric("reward", "Mean reward of the rollouts in the trained batch."),
+    "reward_raw": Metric(
+        "reward", "Mean reward of all rollouts scored since the last batch, filtered too."
+    ),
+    "rollouts": Metric("count", "Rollouts in the batch."),
+    "loss": Metric("", "Value of the loss."),
+    "lr": Metric("", "Learning rate of the step."),
+    "kl_engine": Metric(
+        "nat", "k3 estimate of KL(engine ‖ learner) on sampled tokens, before the update."
+    ),
+    "grad_norm": Metric("", "Norm of the gradient before clipping."),
+    "learner/*": Metric(
+        "", "Everything else that the learner reports; docs/losses.md explains it."
+    ),
+    "staleness_mean": Metric(
+        "step", "Mean staleness of the batch's rollouts, by their oldest token."
+    ),
+    "staleness_max": Metric("step", "Largest of them."),
+    "response_tokens_mean": Metric("token", "Mean length of a response."),
+    "step_s": Metric("s", "From the end of the last step to the end of this one."),
+    "train_s": Metric(
+        "s", "The learner's own time in the step: reading, forward, backward, update."
+    ),
+    "learn_s": Metric("s", "Of that, arithmetic: advantages, forward, backward, update."),
+    "wait_s": Metric("s", "Time in which the learner had nothing to do: waiting for a batch."),
+    "sync_s": Metric("s", "Time from the end of training to new weights in every engine."),
+    "overhead_s": Metric(
+        "s", "Step time that is neither engine nor learner arithmetic nor waiting for a batch."
+    ),
+    "tokens_generated": Metric("token", "Response tokens produced since the last step."),
+    "tokens_trained": Metric("token", "Response tokens in the batch."),
+    "tokens_per_s": Metric("token/s", "Response tokens produced since the last step, a second."),
+    "trained_tokens_per_s": Metric("token/s", "Response tokens trained, a second."),
+    "engine_busy": Metric("share", "Share of the step in which the engines computed."),
+    "learner_wait_share": Metric("share", "wait_s / step_s."),
+    "model_step": Metric("step", "Train step whose weights the engines use after the step."),
+    "buffer_groups": Metric("count", "Groups in the replay buffer after the step."),
+    "buffer_bytes": Metric("B", "Payload of these groups."),
+    "arena_bytes": Metric("B", "Bytes used in the arena."),
+    "arena_sessions": Metric("count", "Sessions in the arena."),
+    "arena_objects": Metric("count", "Objects in the arena."),
+    "owner/*": Metric("count", "Sessions of each owner (`owner/NAME`)."),
+    "window/*": Metric("", "What taking the batch reported (lifecycle L29), in total."),
+    "task/*": Metric("", "The same per task: `task/NAME/COUNT`; `task/NAME/reward` in the batch."),
+    "ledger/*": Metric("rollout", "The books after the step (lifecycle L26)."),
+    "restarts": Metric("count", "Processes of the run restarted so far."),
+    "eval/reward": Metric("reward", "Mean reward on held-out prompts."),
+    "eval/*": Metric("", "Held-out evaluation: rewards by task, rollouts, failed ones, time."),
+}
+
+
+def describe(name: str) -> Metric | None:
+    """The catalog's entry for a name as it is written."""
+    if name in CATALOG:
+        return CATALOG[name]
+    head = name.partition("/")[0]
+    return CATALOG.get(f"{head}/*") if "/" in name else None
+
+
+class _EventSink(Protocol):
+    def scalar(self, name: str, value: float, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Appends to metrics.jsonl, and to TensorBoard events when `tensorboard` names a folder."""
+
+    def __init__(self, file: Path, tensorboard: Path | None) -> None:
+        self._file = file.open("a", encoding="utf-8")
+        self._events: _EventSink | None = _Events(tensorboard) if tensorboard else None
+        self._began = time.monotonic()
+
+    def write(self, train_step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Writes one step and returns what was written."""
+        finite = {k: float(v) for k, v in values.items() if math.isfinite(v)}
+        record = {
+            "train_step": train_step,
+            "time_s": round(time.monotonic() - self._began, 4),
+            **finite,
+        }
+        lost = len(values) - len(finite)
+        if lost:
+            record["nonfinite"] = lost
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in finite.items():
+                self._events.scalar(name, value, train_step)
+        return record
+
+    def close(self) -> None:
+        """Flushes both. Idempotent."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+
+def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file, without a torn last line."""
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+
+class _Events:
+    """TensorBoard's own writer: it needs no torch."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        summary = self._summary(value=[self._summary.Value(tag=name, simple_value=value)])
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def tensorboard_missing() -> str | None:
+    """Why events cannot be written, or None when they can."""
+    import importlib.util
+
+    if importlib.util.find_spec("tensorboard") is None:
+        return "tensorboard is not installed: no event files (pip install tensorboard)"
+    return None

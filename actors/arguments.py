@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from .errors import CallTimeout
 from .inbound import Inbound
 from .method import Method, Shape
 
@@ -83,7 +84,9 @@ class RefArguments:
             if deadline_ns:
                 slice_s = min(slice_s, (deadline_ns - time.monotonic_ns()) / 1e9)
                 if slice_s <= 0:
-                    return
+                    raise CallTimeout(
+                        f"an argument of {call.method.name} was not sealed before the deadline"
+                    )
             try:
                 self._fill(call, slice_s)
                 return

@@ -339,7 +339,7 @@ def _init_args(cause: Exception) -> tuple[Any, ...]:
 
 def _mixed_class(base: type[ActorError], remote: type[Exception]) -> type:
     # The remote class first: it may have a C layout, and `__new__` follows the first base.
-    bases = (remote, base)
+    bases: tuple[type, ...] = (remote, base)
     if issubclass(base, remote):
         bases = (base,)
     elif issubclass(remote, base):

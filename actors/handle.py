@@ -64,8 +64,8 @@ class Handle:
 
     `stop`, `kill`, `watch` and `method` belong to the handle; a method of the actor with one of
     these names is reached by `handle.method("stop")`. Beyond the actor's methods a handle has
-    `name`, `uid`, `class_name`, `pid` (0 when not known) and `state` (as far as this process has heard:
-    starting, up, restarting, stopping or dead), unless the actor has methods of these names.
+    `name`, `uid`, `class_name`, `pid` (0 when not known) and `state` (as far as this process has
+    heard: starting, up, restarting, stopping or dead), unless the actor has methods of these names.
     """
 
     def __init__(

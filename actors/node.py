@@ -21,19 +21,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import faults
+from .answers import Answers
 from .codec import Codec, Encoded, StoreLike
 from .context import CURRENT_CALL
 from .errors import (
     ActorError,
     CallTimeout,
     NoSuchActor,
-    NotSerializable,
     ProtocolError,
     QueueFull,
     RuntimeClosed,
 )
 from .lanes import Lanes
-from .messages import HEADER, HEADER_BYTES, Flag, Kind, pack, parse
+from .messages import HEADER, HEADER_BYTES, Flag, Kind, pack
 from .peers import AGENT, Notice, Peer, State
 from .transport import Link, LoopbackLink
 
@@ -84,6 +84,7 @@ class Node:
         self._lanes = Lanes(self.loop, self, uid, token)
         self._loopback = LoopbackLink(self.loop, self, uid)
         self.links[uid] = self._loopback
+        self._answers = Answers(self)
         self._resolving: set[asyncio.Task[None]] = set()
 
     # ---- threads ------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ class Node:
             peer.death = None
             peer.link = self.links.get(peer.node_uid)
             peer.lost = 0
-            self._drain(peer)
+            self.drain(peer)
         elif notice.state in (State.DEAD, State.RESTARTING):
             peer.link = None
             peer.death = (notice.reason, notice.exit_code, notice.stderr_tail)
@@ -213,7 +214,7 @@ class Node:
         """End the calls that were in flight to a dead process (at most once: none is resent)."""
         for call in [c for c in self.pending.values() if c.peer is peer]:
             if call.frame is None or unsent_too or not call.waits_when_down:
-                self._forget(call)
+                self.forget(call)
                 call.fail(peer.died())
 
     # ---- calling ------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ class Node:
                     "nobody listens at its address",
                 )  # fmt: skip
             else:
-                self._drain(peer)
+                self.drain(peer)
         elif not peer.state and self.resolve is not None:
             peer.state = State.STARTING
             task = self.loop.create_task(self._resolve(peer))
@@ -303,7 +304,7 @@ class Node:
         else:
             self.note(notice)
 
-    def _drain(self, peer: Peer) -> None:
+    def drain(self, peer: Peer) -> None:
         """Send what waits, as far as the limit allows."""
         waiting = peer.waiting
         if waiting and peer.link is None:
@@ -316,7 +317,7 @@ class Node:
             peer.waiting_live -= 1
             self._send(peer, peer.link, call)
 
-    def _forget(self, call: Pending) -> None:
+    def forget(self, call: Pending) -> None:
         """Take a call out of the tables; it gets its end from the caller of this."""
         if self.pending.pop(call.call_id, None) is None:
             return
@@ -327,7 +328,7 @@ class Node:
         if call.frame is None:
             peer.in_flight -= 1
             if peer.waiting_live:
-                self._drain(peer)
+                self.drain(peer)
         elif not call.abandoned:
             call.abandoned = True
             peer.waiting_live -= 1
@@ -349,7 +350,7 @@ class Node:
         if call is None:
             return
         sent, link, uid = call.frame is None, call.peer.link, call.peer.uid
-        self._forget(call)
+        self.forget(call)
         if sent and link is not None:
             link.send(pack(Kind.CANCEL, call_id, uid))
 
@@ -376,13 +377,13 @@ class Node:
             if old is None or old.closed:
                 self._set_process_link(uid, link)
         elif kind in (_RESULT, _ERROR):
-            self._on_answer(link, head, frame)
+            self._answers.on_answer(link, head, frame)
         elif kind <= Kind.STREAM:
             self._on_call(link, head, frame)
         elif kind == Kind.ITEM:
-            self._on_item(link, head, frame)
+            self._answers.on_item(link, head, frame)
         elif kind == Kind.DONE:
-            self._on_done(head[4])
+            self._answers.on_done(head[4])
         elif kind == Kind.ACK:
             link.kept.pop((head[4], head[5], 1 if head[2] & Flag.REPLY else 0), None)
         elif kind == Kind.CANCEL:
@@ -395,79 +396,6 @@ class Node:
                 actor.credit(link, head[4], head[10])
         else:
             raise ProtocolError(f"unknown kind of frame {kind}")
-
-    def _on_answer(self, link: Link, head: tuple[int, ...], frame: memoryview) -> None:
-        if faults.hook is not None:
-            faults.hook("reply.received")
-        call_id, flags = head[4], head[2]
-        call = self.pending.pop(call_id, None)
-        if call is None:
-            self.late_replies += 1
-            if flags & _REFS:
-                self._ack_reply(link, call_id, 0)
-            return
-        if call.timer is not None:
-            call.timer.cancel()
-        peer = call.peer
-        peer.in_flight -= 1
-        if head[1] == _ERROR:
-            call.fail(self.codec.decode_error(frame[HEADER_BYTES:]))
-        elif not head[9] and not head[3]:
-            call.settle(None)
-        else:
-            self._settle(link, call, head, frame, 0)
-        if peer.waiting_live:
-            self._drain(peer)
-
-    def _settle(
-        self, link: Link, call: Pending, head: tuple[int, ...], frame: memoryview, item: int
-    ) -> None:
-        """Unpickle an answer or a stream's item and hand it over."""
-        flags = head[2]
-        try:
-            if not head[3] and not flags:
-                value = self.codec.decode(frame[HEADER_BYTES:])
-            else:
-                parts = parse(head, frame)
-                value = self.codec.decode(parts.body, flags, parts.buffers, parts.inline)
-        except ProtocolError:
-            raise
-        except Exception as error:  # a user's class refuses to be unpickled: the caller hears it
-            failure = NotSerializable(
-                f"the answer of {call.label} cannot be unpickled here:"
-                f" {type(error).__name__}: {error}"
-            )
-            failure.__cause__ = error
-            if item:
-                self.abandon(call.call_id)
-            call.fail(failure)
-        else:
-            if faults.hook is not None:
-                faults.hook("reply.decoded")
-            if item:
-                call.item(value)
-            else:
-                call.settle(value)
-        if flags & _REFS:
-            self._ack_reply(link, call.call_id, item)
-
-    def _ack_reply(self, link: Link, call_id: int, item: int) -> None:
-        link.send(pack(Kind.ACK, call_id, item, flags=Flag.REPLY))
-        if faults.hook is not None:
-            faults.hook("reply.acked")
-
-    def _on_item(self, link: Link, head: tuple[int, ...], frame: memoryview) -> None:
-        call = self.pending.get(head[4])
-        if call is not None:
-            self._settle(link, call, head, frame, head[5])
-        elif head[2] & _REFS:
-            self._ack_reply(link, head[4], head[5])
-
-    def _on_done(self, call_id: int) -> None:
-        call = self.pending.get(call_id)
-        if call is not None:
-            self._forget(call)
-            call.settle(None)
 
     def _on_call(self, link: Link, head: tuple[int, ...], frame: memoryview) -> None:
         if faults.hook is not None:
@@ -513,7 +441,7 @@ class Node:
         for task in self._resolving:
             task.cancel()
         for call in list(self.pending.values()):
-            self._forget(call)
+            self.forget(call)
             call.fail(RuntimeClosed(f"{call.label}: the runtime ended before the answer came"))
         self._lanes.close()
         self._loopback.close()

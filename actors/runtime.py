@@ -93,9 +93,7 @@ class Runtime(Client):
     def _open(self) -> None:
         assert self._rundir is not None
         loop = asyncio.get_running_loop()
-        spawner = Spawner(
-            loop, self._on_exit, ["shmstore"] if self._store_option is not None else []
-        )
+        spawner = self._make_spawner(loop)
         spawner.start()  # first: it warms up on another core while we go on
         self._spawner = spawner
         store = self._open_store()
@@ -117,6 +115,11 @@ class Runtime(Client):
         node.locals[AGENT] = LocalActor(node, Hub(node, self._supervisor), context, cycles=False)
         hub = node.peer(AGENT, "hub")
         hub.state, hub.link = State.UP, node.links[AGENT]
+
+    def _make_spawner(self, loop: asyncio.AbstractEventLoop) -> Spawner:
+        """What starts processes; `actors.testing` has another."""
+        preload = ["shmstore"] if self._store_option is not None else []
+        return Spawner(loop, self._on_exit, preload)
 
     def _open_store(self) -> Any:
         option = self._store_option

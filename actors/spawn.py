@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import RuntimeClosed, UsageError
-from .template import REQUEST_BYTES_MAX
+from .template import REQUEST_BYTES_MAX, kill_group
 
 __all__ = ["Spawner", "import_hints"]
 
@@ -141,6 +141,10 @@ class Spawner:
         for pid in list(self._pids):
             self._pids.discard(pid)
             self._loop.call_soon(self._on_exit, pid, None)
+
+    def kill_group(self, pid: int) -> None:
+        """SIGKILL to an actor and everything that it started."""
+        kill_group(pid)
 
     async def close(self) -> None:
         """End the template; what it forked and is not detached ends with it."""

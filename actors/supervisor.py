@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 from collections import deque
@@ -364,13 +363,8 @@ class Supervisor:
             self.records.pop(self._dead.popleft(), None)
 
     def _kill_group(self, record: Record) -> None:
-        if record.hosted or not record.pid:
-            return
-        for kill in (os.killpg, os.kill):
-            try:
-                kill(record.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        if not record.hosted and record.pid:
+            self._spawner.kill_group(record.pid)
 
     # ---- ending on purpose --------------------------------------------------------------------
 

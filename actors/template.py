@@ -19,7 +19,7 @@ import socket
 import sys
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["REQUEST_BYTES_MAX", "kill_group", "main"]
 
 REQUEST_BYTES_MAX = 200 * 1024
 _PR_SET_PDEATHSIG = 1
@@ -121,7 +121,7 @@ class _Template:
                 return
             self._children.pop(pid, None)
             # What it had started itself: here and not only in the driver, which may be dead.
-            _kill_group(pid)
+            kill_group(pid)
             self._send({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -133,13 +133,14 @@ class _Template:
         """The driver is gone: take everything of the run with it."""
         for pid, detached in self._children.items():
             if not detached:
-                _kill_group(pid)
+                kill_group(pid)
         for pid, detached in self._children.items():
             if not detached:
                 os.waitpid(pid, 0)
 
 
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
+    """SIGKILL to a process and its group; no error when they are gone."""
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)

@@ -38,7 +38,7 @@ LIFECYCLE_MODULES = (
 )
 
 UPWARD_IMPORTS = {"trainer/cli.py": "`shmrl bench` in a checkout runs the benchmarks, lazily"}
-ENVIRONMENT_READERS: dict[str, str] = {}
+ENVIRONMENT_READERS = {"actors/child.py": "writes the environment that spawn(env=) asked for"}
 SLEEPERS = {"trainer/call_pool.py": "one turn of the loop, once, after a process ended by itself"}
 BROAD_HANDLERS: dict[str, str] = {}
 PRINTERS: dict[str, str] = {}

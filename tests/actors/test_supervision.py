@@ -11,13 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import actors
 
-from .conftest import is_alive, wait_until_gone
+from .conftest import death_is_known, is_alive, wait_until_gone
 
 # A death must reach a waiting caller within this (issue: "within a second").
 NOTICE_S = 1.0
@@ -156,9 +155,7 @@ async def test_calls_during_a_restart_fail_fast_or_wait_as_asked() -> None:
     async with actors.Runtime() as rt:
         victim = await rt.spawn(Victim, restart=actors.Restart(max=2, within=60))
         os.kill(await victim.pid(), signal.SIGKILL)
-        with pytest.raises(actors.ActorDied):
-            while True:  # until the death is known here, then during the restart
-                await victim.pid()
+        await death_is_known(victim)
         assert await victim.incarnation.using(when_down="wait")() == 2
 
 
@@ -170,9 +167,7 @@ async def test_too_many_deaths_in_the_window_end_it_for_good() -> None:
         for _ in range(3):
             pid = await victim.pid.using(when_down="wait")()
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(actors.ActorDied):
-                while True:
-                    await victim.pid()
+            await death_is_known(victim)
         kinds = [event.kind async for event in events]
         assert kinds == ["started", "died", "restarted", "died", "restarted", "gave_up"]
         assert [e.name for e in escalated] == ["v"]
@@ -434,5 +429,3 @@ async def test_a_detached_actor_outlives_its_run(tmp_path: Path) -> None:
     from actors.rundir import runs_root
 
     shutil.rmtree(runs_root() / rt.name)
-
-

@@ -38,22 +38,14 @@ LIFECYCLE_MODULES = (
 )
 
 UPWARD_IMPORTS = {"trainer/cli.py": "`shmrl bench` in a checkout runs the benchmarks, lazily"}
-ENVIRONMENT_READERS: dict[str, str] = {}
-SLEEPERS = {"trainer/call_pool.py": "one turn of the loop, once, after a process ended by itself"}
+ENVIRONMENT_READERS = {"shmstore/testing.py": "a child process gets its parent's environment"}
+SLEEPERS = {
+    "trainer/call_pool.py": "one turn of the loop, once, after a process ended by itself",
+    "trainer/engine/torch_engine.py": "one turn of the loop before each admission, after an event",
+}
 BROAD_HANDLERS: dict[str, str] = {}
 PRINTERS: dict[str, str] = {}
-UNIMPORTED = {
-    f"trainer/{name}.py": "its user is being written"
-    for name in (
-        "compact_tasks",
-        "config_docs",
-        "display",
-        "judge_calls",
-        "models",
-        "plot",
-        "routing",
-    )
-}
+UNIMPORTED = dict.fromkeys(tree.PACKAGES, "being written")
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 PRIVATE_IMPORTS: dict[str, str] = {}

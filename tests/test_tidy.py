@@ -313,6 +313,21 @@ def test_no_mutable_default_and_no_global_statement() -> None:
     verdict(problems, {})
 
 
+def test_every_atomic_names_its_memory_order() -> None:
+    pattern = re.compile(
+        r"\.(load\(\)|(store|exchange|fetch_\w+|test_and_set|clear)\(\s*[^(),]+\))(?=\s*[;)&|=!])"
+    )
+    containers = re.compile(r"\.clear\(")  # a vector's or a string's
+    problems = {
+        f"{tree.name(path)}:{number}": f"{found.group(0)} has no memory order"
+        for path in tree.cpp_files()
+        for number, line in enumerate(tree.source(path).splitlines(), 1)
+        for found in [pattern.search(line.split("//")[0])]
+        if found and not containers.search(found.group(0))
+    }
+    verdict(problems, {})
+
+
 # -- text ---------------------------------------------------------------------------------------
 
 # Spelled apart so that this file does not contain them.

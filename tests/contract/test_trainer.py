@@ -29,6 +29,7 @@ def store() -> Iterator[Store]:
             made.sessions.release_owned(owner)
         assert made.stats().objects == 0
         assert made.check() == []
+    Store.unlink(made.name)
 
 
 @pytest.fixture
@@ -243,7 +244,9 @@ async def test_L25_a_snapshot_is_resumed_with_its_payloads(
     await buffer.snapshot(tmp_path / "snap")
     store.sessions.release_owned("replay")
     assert not list(tmp_path.rglob("*.pkl"))
-    with Store.create(f"contract-{uuid.uuid4().hex[:12]}", capacity="32MiB") as other:
+    elsewhere = f"contract-{uuid.uuid4().hex[:12]}"
+    with Store.create(elsewhere, capacity="32MiB") as other:
+        Store.unlink(elsewhere)
         resumed = await ReplayBuffer.resume(tmp_path / "snap", other)
         assert resumed.count("math", Status.COMPLETED) == 2
         batch = await resumed.take({"math": 2}, train_step=1, owner="learner", timeout=60)

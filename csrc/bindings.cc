@@ -24,38 +24,69 @@ namespace {
 
 const char* error_class_of(Status status) {
   switch (status) {
-    case Status::not_found: return "StoreNotFound";
-    case Status::exists: return "StoreExists";
-    case Status::bad_name: return "BadName";
-    case Status::bad_option: return "BadValue";
-    case Status::layout_mismatch: return "LayoutMismatch";
-    case Status::foreign_user: return "StoreDenied";
-    case Status::corrupt: return "ArenaDamaged";
-    case Status::superseded: return "StoreSuperseded";
-    case Status::clients_full: return "TableFull";
-    case Status::no_memory: return "OutOfMemory";
-    case Status::system_error: return "SystemRefused";
-    case Status::closed: return "StoreClosed";
-    case Status::forked: return "ForkedStore";
-    case Status::stuck: return "StoreStuck";
-    case Status::full: return "StoreFull";
-    case Status::too_large: return "ObjectTooLarge";
-    case Status::objects_full: return "TableFull";
-    case Status::freed: return "ObjectFreed";
-    case Status::not_sealed: return "ObjectNotSealed";
-    case Status::bad_ref: return "BadRef";
-    case Status::foreign_ref: return "BadRef";
-    case Status::bad_draft: return "BadValue";
-    case Status::bad_id: return "BadName";
-    case Status::session_exists: return "SessionExists";
-    case Status::session_released: return "SessionReleased";
-    case Status::not_owner: return "NotOwner";
-    case Status::bad_position: return "BadValue";
-    case Status::sessions_full: return "TableFull";
-    case Status::owners_full: return "TableFull";
-    case Status::attachments_full: return "TableFull";
+    case Status::not_found:
+      return "StoreNotFound";
+    case Status::exists:
+      return "StoreExists";
+    case Status::bad_name:
+      return "BadName";
+    case Status::bad_option:
+      return "BadValue";
+    case Status::layout_mismatch:
+      return "LayoutMismatch";
+    case Status::foreign_user:
+      return "StoreDenied";
+    case Status::corrupt:
+      return "ArenaDamaged";
+    case Status::superseded:
+      return "StoreSuperseded";
+    case Status::clients_full:
+      return "TableFull";
+    case Status::no_memory:
+      return "OutOfMemory";
+    case Status::system_error:
+      return "SystemRefused";
+    case Status::closed:
+      return "StoreClosed";
+    case Status::forked:
+      return "ForkedStore";
+    case Status::stuck:
+      return "StoreStuck";
+    case Status::full:
+      return "StoreFull";
+    case Status::too_large:
+      return "ObjectTooLarge";
+    case Status::objects_full:
+      return "TableFull";
+    case Status::freed:
+      return "ObjectFreed";
+    case Status::not_sealed:
+      return "ObjectNotSealed";
+    case Status::bad_ref:
+      return "BadRef";
+    case Status::foreign_ref:
+      return "BadRef";
+    case Status::bad_draft:
+      return "BadValue";
+    case Status::bad_id:
+      return "BadName";
+    case Status::session_exists:
+      return "SessionExists";
+    case Status::session_released:
+      return "SessionReleased";
+    case Status::not_owner:
+      return "NotOwner";
+    case Status::bad_position:
+      return "BadValue";
+    case Status::sessions_full:
+      return "TableFull";
+    case Status::owners_full:
+      return "TableFull";
+    case Status::attachments_full:
+      return "TableFull";
     case Status::ok:
-    case Status::interrupted: break;
+    case Status::interrupted:
+      break;
   }
   return "StoreError";
 }
@@ -229,10 +260,10 @@ nb::dict stats(StoreCore& core) {
     clients.append(nb::make_tuple(usage.slot, usage.pid, usage.self, usage.pins));
   out["by_client"] = clients;
   const Counters& counts = stats.counters;
-  out["counters"] = nb::make_tuple(
-      counts.puts, counts.gets, counts.frees, counts.discards, counts.reclaimed,
-      counts.sessions_opened, counts.sessions_released, counts.sessions_transferred, counts.sweeps,
-      counts.recoveries, counts.full_waits);
+  out["counters"] =
+      nb::make_tuple(counts.puts, counts.gets, counts.frees, counts.discards, counts.reclaimed,
+                     counts.sessions_opened, counts.sessions_released, counts.sessions_transferred,
+                     counts.sweeps, counts.recoveries, counts.full_waits);
   return out;
 }
 
@@ -278,8 +309,8 @@ nb::dict to_dict(const ArenaInfo& info) {
 
 nb::list arenas(const std::string& directory, bool remove_debris) {
   nb::list list;
-  for (const ArenaInfo& info : remove_debris ? shmrl::Store::remove_debris(directory)
-                                             : shmrl::Store::list(directory))
+  for (const ArenaInfo& info :
+       remove_debris ? shmrl::Store::remove_debris(directory) : shmrl::Store::list(directory))
     list.append(to_dict(info));
   return list;
 }

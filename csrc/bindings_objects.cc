@@ -20,7 +20,7 @@ namespace {
 
 // Codes of headers.NUMPY_CODES: index by code gives the numpy type, and back.
 constexpr std::array<int, 15> kTypeOfCode = {
-    -1,        NPY_BOOL,  NPY_INT8,  NPY_UINT8, NPY_INT16,   NPY_UINT16,   NPY_INT32,    NPY_UINT32,
+    -1,        NPY_BOOL,   NPY_INT8, NPY_UINT8, NPY_INT16,  NPY_UINT16, NPY_INT32,  NPY_UINT32,
     NPY_INT64, NPY_UINT64, NPY_HALF, NPY_FLOAT, NPY_DOUBLE, NPY_CFLOAT, NPY_CDOUBLE};
 constexpr std::array<std::uint8_t, 15> kSizeOfCode = {0, 1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 4, 8, 8, 16};
 
@@ -122,18 +122,17 @@ ValueHeader plain_array_header(PyArrayObject* array) {
 }
 
 nb::object put_encoded(const Target& target, nb::handle value) {
-  nb::object encoded = nb::steal(
-      checked(PyObject_CallFunction(g_hooks.encode, "OO", value.ptr(),
-                                    target.core.allow_pickle ? Py_True : Py_False)));
+  nb::object encoded = nb::steal(checked(PyObject_CallFunction(
+      g_hooks.encode, "OO", value.ptr(), target.core.allow_pickle ? Py_True : Py_False)));
   nb::object head = encoded[0];
   const auto head_bytes = static_cast<std::size_t>(PyBytes_GET_SIZE(head.ptr()));
   const auto payload_bytes = nb::cast<std::uint64_t>(nb::object(encoded[1]));
   Draft draft = reserve(target, head_bytes + payload_bytes);
   std::memcpy(draft.data(), PyBytes_AS_STRING(head.ptr()), head_bytes);
   // The writer gets the payload as a memoryview that is dead when it returns: it cannot be kept.
-  nb::object view = nb::steal(checked(
-      PyMemoryView_FromMemory(reinterpret_cast<char*>(draft.data() + head_bytes),
-                              static_cast<Py_ssize_t>(payload_bytes), PyBUF_WRITE)));
+  nb::object view = nb::steal(
+      checked(PyMemoryView_FromMemory(reinterpret_cast<char*>(draft.data() + head_bytes),
+                                      static_cast<Py_ssize_t>(payload_bytes), PyBUF_WRITE)));
   nb::object write = encoded[2];
   write(view);
   return seal(target, draft, payload_bytes);
@@ -161,8 +160,8 @@ class SourceBuffer {
   explicit SourceBuffer(nb::handle source) {
     if (PyObject_GetBuffer(source.ptr(), &view_, PyBUF_SIMPLE) < 0) {
       PyErr_Clear();
-      raise("NotStorable", std::string("expected contiguous bytes, not ") +
-                               Py_TYPE(source.ptr())->tp_name);
+      raise("NotStorable",
+            std::string("expected contiguous bytes, not ") + Py_TYPE(source.ptr())->tp_name);
     }
   }
   SourceBuffer(SourceBuffer&& other) noexcept : view_(other.view_) { other.view_.obj = nullptr; }
@@ -198,13 +197,13 @@ nb::object put_parts(StoreCore& core, nb::handle head, nb::handle parts, nb::han
 
 nb::object reserve_draft(nb::handle self, std::uint64_t size, nb::handle session,
                          nb::handle timeout, nb::handle parent) {
-  const Target target =
-      parse_target(nb::cast<StoreCore&>(self), session, timeout, parent);
+  const Target target = parse_target(nb::cast<StoreCore&>(self), session, timeout, parent);
   Draft draft = reserve(target, size);
   return nb::steal(new_draft(self, std::move(draft), target.parent, target.session.empty()));
 }
 
-// -- get --------------------------------------------------------------------------------------------
+// -- get
+// --------------------------------------------------------------------------------------------
 
 Pin take_pin(StoreCore& core, nb::handle ref_object, nb::handle timeout) {
   const Ref& ref = parse_ref(ref_object);
@@ -227,8 +226,10 @@ bool covers_payload(const ValueHeader& header) {
   for (std::size_t i = 0; i < header.ndim; ++i) {
     if (header.shape[i] > static_cast<std::uint64_t>(std::numeric_limits<npy_intp>::max()))
       return false;
-    if (header.shape[i] == 0) empty = true;
-    else if (__builtin_mul_overflow(bytes, header.shape[i], &bytes)) return false;
+    if (header.shape[i] == 0)
+      empty = true;
+    else if (__builtin_mul_overflow(bytes, header.shape[i], &bytes))
+      return false;
   }
   return header.payload_bytes == (empty ? 0 : bytes);
 }
@@ -245,9 +246,9 @@ nb::object array_over(Pin&& pin, const ValueHeader& header) {
   for (std::size_t i = 0; i < kInlineDims; ++i) shape[i] = static_cast<npy_intp>(header.shape[i]);
   auto* data = const_cast<std::byte*>(pin.data()) + header.header_bytes;
   PyArray_Descr* descr = PyArray_DescrFromType(kTypeOfCode[header.dtype_code]);
-  nb::object array = nb::steal(checked(
-      PyArray_NewFromDescr(&PyArray_Type, descr, header.ndim, shape.data(), nullptr, data,
-                           NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED, nullptr)));
+  nb::object array = nb::steal(
+      checked(PyArray_NewFromDescr(&PyArray_Type, descr, header.ndim, shape.data(), nullptr, data,
+                                   NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED, nullptr)));
   PyObject* base = new_pin(std::move(pin));
   if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.ptr()), base) < 0)
     nb::raise_python_error();
@@ -255,8 +256,8 @@ nb::object array_over(Pin&& pin, const ValueHeader& header) {
 }
 
 nb::object bytes_of(const std::byte* data, std::size_t size) {
-  nb::object bytes = nb::steal(checked(
-      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size))));
+  nb::object bytes =
+      nb::steal(checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size))));
   copy_payload(PyBytes_AS_STRING(bytes.ptr()), data, size);
   return bytes;
 }
@@ -279,8 +280,8 @@ nb::object get(nb::handle self, nb::handle ref, nb::handle timeout, bool copy, n
     if (is_plain_array(header)) {
       nb::object array = array_over(std::move(pin), header);
       if (!copy) return array;
-      return nb::steal(checked(PyArray_NewCopy(
-          reinterpret_cast<PyArrayObject*>(array.ptr()), NPY_KEEPORDER)));
+      return nb::steal(
+          checked(PyArray_NewCopy(reinterpret_cast<PyArrayObject*>(array.ptr()), NPY_KEEPORDER)));
     }
     if (header.kind == Kind::bytes)
       return bytes_of(pin.data() + header.header_bytes, header.payload_bytes);
@@ -290,9 +291,8 @@ nb::object get(nb::handle self, nb::handle ref, nb::handle timeout, bool copy, n
   if (!device.is_none())
     return nb::steal(checked(PyObject_CallFunctionObjArgs(g_hooks.to_device, self.ptr(),
                                                           whole.ptr(), device.ptr(), nullptr)));
-  return nb::steal(
-      checked(PyObject_CallFunctionObjArgs(g_hooks.decode, whole.ptr(),
-                                           core.allow_pickle ? Py_True : Py_False, nullptr)));
+  return nb::steal(checked(PyObject_CallFunctionObjArgs(
+      g_hooks.decode, whole.ptr(), core.allow_pickle ? Py_True : Py_False, nullptr)));
 }
 
 nb::object pin_object(StoreCore& core, nb::handle ref, nb::handle timeout) {
@@ -316,8 +316,8 @@ std::uint64_t free_refs(StoreCore& core, nb::handle refs, bool strict) {
   nb::object iterator = nb::steal(PyObject_GetIter(refs.ptr()));
   if (!iterator.is_valid()) {
     PyErr_Clear();
-    raise("BadRef", std::string("expected an ObjectRef or several, not ") +
-                        Py_TYPE(refs.ptr())->tp_name);
+    raise("BadRef",
+          std::string("expected an ObjectRef or several, not ") + Py_TYPE(refs.ptr())->tp_name);
   }
   while (PyObject* item = PyIter_Next(iterator.ptr())) {
     nb::object owned = nb::steal(item);

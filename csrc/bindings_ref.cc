@@ -133,8 +133,8 @@ PyObject* ref_from_hex(PyObject*, PyObject* text) {
   return guarded([&]() -> PyObject* {
     if (!PyUnicode_Check(text))
       raise("BadRef", std::string("expected the hex text of a ref, not ") + Py_TYPE(text)->tp_name);
-    PyObject* data = PyObject_CallMethod(reinterpret_cast<PyObject*>(&PyBytes_Type), "fromhex", "O",
-                                         text);
+    PyObject* data =
+        PyObject_CallMethod(reinterpret_cast<PyObject*>(&PyBytes_Type), "fromhex", "O", text);
     if (data == nullptr) {
       PyErr_Clear();
       raise("BadRef", "this text is not the hex form of a ref");
@@ -198,9 +198,10 @@ PyMethodDef ref_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef ref_getters[] = {
-    {"alive", ref_alive, nullptr, "Whether the object has not ended (it may be under construction).",
+    {"alive", ref_alive, nullptr,
+     "Whether the object has not ended (it may be under construction).", nullptr},
+    {"nbytes", ref_nbytes, nullptr, "Bytes of the value, without the header of the store.",
      nullptr},
-    {"nbytes", ref_nbytes, nullptr, "Bytes of the value, without the header of the store.", nullptr},
     {"counted", ref_counted, nullptr, "Whether this reference keeps a never-attached object alive.",
      nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -220,12 +221,12 @@ PyType_Slot ref_slots[] = {
     {Py_tp_doc, const_cast<char*>("The name of an object, equal in all processes.")},
     {0, nullptr}};
 
-PyType_Spec ref_spec = {"shmstore._core.ObjectRef", sizeof(RefObject), 0,
-                        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION |
-                            Py_TPFLAGS_IMMUTABLETYPE,
-                        ref_slots};
+PyType_Spec ref_spec = {
+    "shmstore._core.ObjectRef", sizeof(RefObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, ref_slots};
 
-// -- Pin --------------------------------------------------------------------------------------------
+// -- Pin
+// --------------------------------------------------------------------------------------------
 
 void pin_dealloc(PyObject* self) {
   as_pin(self)->pin.~Pin();
@@ -244,12 +245,12 @@ PyType_Slot pin_slots[] = {
     {Py_tp_doc, const_cast<char*>("Keeps the bytes of one object in place; a read-only buffer.")},
     {0, nullptr}};
 
-PyType_Spec pin_spec = {"shmstore._core.Pin", sizeof(PinObject), 0,
-                        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION |
-                            Py_TPFLAGS_IMMUTABLETYPE,
-                        pin_slots};
+PyType_Spec pin_spec = {
+    "shmstore._core.Pin", sizeof(PinObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, pin_slots};
 
-// -- Unguarded --------------------------------------------------------------------------------------
+// -- Unguarded
+// --------------------------------------------------------------------------------------
 
 struct UnguardedObject {
   PyObject_HEAD;
@@ -291,7 +292,8 @@ PyType_Slot unguarded_slots[] = {
 PyType_Spec unguarded_spec = {"shmstore._core.Unguarded", sizeof(UnguardedObject), 0,
                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, unguarded_slots};
 
-// -- DraftHandle ------------------------------------------------------------------------------------
+// -- DraftHandle
+// ------------------------------------------------------------------------------------
 
 // All Python views of a draft's bytes are based on one DraftView object (numpy keeps the exporter,
 // not the buffer, so counting buffers would miss it). While it lives the bytes must stay in place,
@@ -324,10 +326,9 @@ PyType_Slot view_slots[] = {
     {Py_tp_doc, const_cast<char*>("The writable bytes of an object under construction.")},
     {0, nullptr}};
 
-PyType_Spec view_spec = {"shmstore._core.DraftView", sizeof(DraftView), 0,
-                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION |
-                             Py_TPFLAGS_IMMUTABLETYPE,
-                         view_slots};
+PyType_Spec view_spec = {
+    "shmstore._core.DraftView", sizeof(DraftView), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, view_slots};
 
 void draft_dealloc(PyObject* self) {
   DraftObject* object = as_draft(self);
@@ -420,10 +421,9 @@ PyType_Slot draft_slots[] = {
     {Py_tp_doc, const_cast<char*>("An object under construction: view, then seal or discard.")},
     {0, nullptr}};
 
-PyType_Spec draft_spec = {"shmstore._core.DraftHandle", sizeof(DraftObject), 0,
-                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION |
-                              Py_TPFLAGS_IMMUTABLETYPE,
-                          draft_slots};
+PyType_Spec draft_spec = {
+    "shmstore._core.DraftHandle", sizeof(DraftObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, draft_slots};
 
 PyTypeObject* add_type(nb::module_& module, const char* name, PyType_Spec& spec) {
   PyObject* type = checked(PyType_FromSpec(&spec));
@@ -513,9 +513,7 @@ PyObject* new_draft(nb::handle store, Draft&& draft, std::int32_t parent, bool u
   return reinterpret_cast<PyObject*>(object);
 }
 
-void register_store(std::uint64_t arena_id, StoreCore* store) {
-  stores().emplace(arena_id, store);
-}
+void register_store(std::uint64_t arena_id, StoreCore* store) { stores().emplace(arena_id, store); }
 
 void unregister_store(std::uint64_t arena_id, StoreCore* store) {
   auto [begin, end] = stores().equal_range(arena_id);

@@ -1,8 +1,8 @@
 // The Python types that the hot paths create: ObjectRef, Pin, DraftHandle, Unguarded.
 //
-// They are plain CPython types, not nanobind classes: an instance costs one allocation, and one that
-// outlives its store or the interpreter's module tear-down is legal. Each owns one RAII thing of
-// store.h. Used by csrc/bindings*.cc only, with the GIL held.
+// They are plain CPython types, not nanobind classes: an instance costs one allocation, and one
+// that outlives its store or the interpreter's module tear-down is legal. Each owns one RAII thing
+// of store.h. Used by csrc/bindings*.cc only, with the GIL held.
 #pragma once
 
 #include "bindings_common.h"

@@ -1,4 +1,5 @@
-// The session table: texts in, texts and refs out. Decides nothing; every call is one call of store.h.
+// The session table: texts in, texts and refs out. Decides nothing; every call is one call of
+// store.h.
 
 #include <limits>
 #include <vector>

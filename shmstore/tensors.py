@@ -34,10 +34,8 @@ def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
     types)."""
     if dtype.hasobject or dtype.metadata or (dtype.names is None and dtype.isbuiltin == 2):
         return False
-    if dtype.names is not None:
-        return dtype.type is np.void and all(
-            is_plain_dtype(dtype.fields[name][0]) for name in dtype.names
-        )  # type: ignore[index]
+    if dtype.fields is not None:
+        return dtype.type is np.void and all(is_plain_dtype(f[0]) for f in dtype.fields.values())
     if dtype.subdtype is not None:
         return is_plain_dtype(dtype.subdtype[0])
     return dtype.type.__module__ == "numpy"

@@ -88,11 +88,14 @@ class Puppet:
     """
 
     def __init__(self) -> None:
+        start = (
+            "import sys; sys.path[:0] = sys.argv[1:]; "
+            "from shmstore.testing import _puppet_main; _puppet_main()"
+        )
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from shmstore.testing import _puppet_main; _puppet_main()"],
+            [sys.executable, "-c", start, *(path for path in sys.path if path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

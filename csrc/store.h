@@ -379,9 +379,7 @@ class Store {
   // unless somebody else holds it) and the draft is empty. On failure the draft is unchanged
   // (session_released, bad_position, attachments_full), except Status::freed: somebody freed it
   // meanwhile, and the draft is empty.
-  // With `keep` the draft's pin becomes that Pin without a gap: for a builder whose own views of the
-  // bytes outlive the seal.
-  Status seal(Draft& draft, Hold* hold, std::int32_t parent = -1, Pin* keep = nullptr);
+  Status seal(Draft& draft, Hold* hold, std::int32_t parent = -1);
   Status discard(Draft& draft);
 
   Status hold(const Ref& ref, Hold& out);                  // freed when it has ended

@@ -109,8 +109,7 @@ PyObject* ref_repr(PyObject* self) {
   std::array<char, 96> text;
   std::snprintf(text.data(), text.size(), "<ObjectRef %u.%llu of arena %016llx%s>", ref.index,
                 static_cast<unsigned long long>(ref.generation),
-                static_cast<unsigned long long>(ref.arena),
-                as_ref(self)->hold ? ", counted" : "");
+                static_cast<unsigned long long>(ref.arena), as_ref(self)->hold ? ", counted" : "");
   return PyUnicode_FromString(text.data());
 }
 
@@ -358,12 +357,17 @@ PyObject* draft_seal(PyObject* self, PyObject*) {
     const bool parsed = read_header(object->data, static_cast<std::uint64_t>(object->size), header);
     const Ref ref = object->draft.ref();
     Hold hold;
-    Pin* keep = object->view != nullptr ? &object->kept : nullptr;
-    const Status status = store_of_draft(object).seal(
-        object->draft, object->unattached ? &hold : nullptr, object->parent, keep);
+    shmrl::Store& store = store_of_draft(object);
+    const Status status =
+        store.seal(object->draft, object->unattached ? &hold : nullptr, object->parent);
+
     if (status == Status::freed) object->dropped = true;
     require(status);
     object->sealed = true;
+    if (object->view != nullptr) {
+      const Status pinned = store.pin(ref, Wait{}, object->kept);
+      if (pinned != Status::freed) require(pinned);
+    }
     return new_ref(ref, std::move(hold),
                    parsed ? static_cast<std::int64_t>(header.payload_bytes) : object->size);
   });

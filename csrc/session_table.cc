@@ -489,8 +489,8 @@ FallReport owners_lose_clients(Arena& arena, const Txn& txn, const ClientMask& g
   }
   std::vector<std::uint32_t> done;
   while (!pending.empty()) {
-    // An owner that is the heir of another pending one goes after it, so that what it inherits falls
-    // on; in a cycle of heirs that all died nobody is left to inherit.
+    // An owner that is the heir of another pending one goes after it, so that what it inherits
+    // falls on; in a cycle of heirs that all died nobody is left to inherit.
     auto next = std::find_if(pending.begin(), pending.end(), [&](std::uint32_t candidate) {
       return std::none_of(pending.begin(), pending.end(), [&](std::uint32_t other) {
         return other != candidate && arena.owner(other).heir.get() == candidate;

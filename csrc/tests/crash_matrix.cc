@@ -1,15 +1,16 @@
-// Kills every mutating operation after every one of its stores, and every repair after every one of its
-// stores, and demands the state before or the state after: nothing else.
+// Kills every mutating operation after every one of its stores, and every repair after every one of
+// its stores, and demands the state before or the state after: nothing else.
 //
-// A keeper process K (this one) creates an arena, fills it and stays alive with views on it. A child C
-// attaches and dies at its n-th store. A fresh process attaches, repairs, audits (check() == []), and
-// describes what it sees; K then audits and describes too, and looks at the bytes under its views. Two
-// reference runs say what may be seen: C killed before the operation, and C killed after it.
+// A keeper process K (this one) creates an arena, fills it and stays alive with views on it. A
+// child C attaches and dies at its n-th store. A fresh process attaches, repairs, audits (check()
+// == []), and describes what it sees; K then audits and describes too, and looks at the bytes under
+// its views. Two reference runs say what may be seen: C killed before the operation, and C killed
+// after it.
 //
 //   crash_matrix [--sample N] [--only name,name] [--list] [--quiet]
 //
-// Without --sample every store is visited, and for a third of them every store of the repair as well.
-// With it about N kills per operation. The canary build (SHMRL_CANARY_NO_JOURNAL) must fail.
+// Without --sample every store is visited, and every store of the repair after it has its turn.
+// With it about N stores per operation. The canary build (SHMRL_CANARY_NO_JOURNAL) must fail.
 #include <algorithm>
 #include <cinttypes>
 #include <map>
@@ -96,8 +97,8 @@ std::string describe(Store& store, const std::vector<Ref>& refs) {
   std::sort(stats.by_owner.begin(), stats.by_owner.end(),
             [](const OwnerUsage& a, const OwnerUsage& b) { return a.owner < b.owner; });
   for (const OwnerUsage& o : stats.by_owner)
-    line("owner " + o.owner + " " + std::to_string(o.sessions) + " " + std::to_string(o.objects) + " " +
-         std::to_string(o.bytes) + " bound " + std::to_string(o.bound_clients) +
+    line("owner " + o.owner + " " + std::to_string(o.sessions) + " " + std::to_string(o.objects) +
+         " " + std::to_string(o.bytes) + " bound " + std::to_string(o.bound_clients) +
          (o.bound_clients > 0 ? " heir " + o.heir : ""));
   return text;
 }
@@ -126,9 +127,9 @@ World make_world(const Scenario& scenario) {
   w.put(0, 6, "c");
   w.put(64, 7, "d");
   w.put(700, 8, "e");
-  w.pin(w.refs[2]);   // the view outlives a release of "a"
-  w.put(200, 9);      // never attached, held by K
-  w.put(50000, 10);   // likewise
+  w.pin(w.refs[2]);  // the view outlives a release of "a"
+  w.put(200, 9);     // never attached, held by K
+  w.put(50000, 10);  // likewise
   w.put(64, 11);
   w.put(64, 12);
   w.pin(w.refs[9]);
@@ -138,8 +139,8 @@ World make_world(const Scenario& scenario) {
 std::vector<Scenario> scenarios() {
   std::vector<Scenario> all;
   auto none = [](World&) {};
-  auto add = [&](std::string name, std::function<void(World&)> prepare, std::function<void(World&)> act,
-                 std::uint64_t capacity = kCapacityMin) {
+  auto add = [&](std::string name, std::function<void(World&)> prepare,
+                 std::function<void(World&)> act, std::uint64_t capacity = kCapacityMin) {
     all.push_back({std::move(name), std::move(prepare), std::move(act), capacity});
   };
   std::vector<std::string> moved;
@@ -151,7 +152,8 @@ std::vector<Scenario> scenarios() {
     w.drafts.emplace_back();
     OK(w.store->reserve(256, Wait{}, w.drafts.back()));
   });
-  add("seal",
+  add(
+      "seal",
       [](World& w) {
         w.drafts.emplace_back();
         OK(w.store->reserve(256, Wait{}, w.drafts.back()));
@@ -162,14 +164,16 @@ std::vector<Scenario> scenarios() {
         OK(w.store->seal(w.drafts.back(), &hold));
         hold.reset();
       });
-  add("seal_into_session",
+  add(
+      "seal_into_session",
       [](World& w) {
         w.drafts.emplace_back();
         OK(w.store->reserve(256, "c", Wait{}, w.drafts.back()));
         std::memset(w.drafts.back().data(), 45, 256);
       },
       [](World& w) { OK(w.store->seal(w.drafts.back(), nullptr, 0)); });
-  add("discard",
+  add(
+      "discard",
       [](World& w) {
         w.drafts.emplace_back();
         OK(w.store->reserve(40000, Wait{}, w.drafts.back()));
@@ -188,13 +192,15 @@ std::vector<Scenario> scenarios() {
     Hold hold;
     OK(w.store->hold(w.refs[8], hold));
   });
-  add("last_drop", [](World& w) { w.holds.push_back(put(*w.store, 300, 46)); },
+  add(
+      "last_drop", [](World& w) { w.holds.push_back(put(*w.store, 300, 46)); },
       [](World& w) { w.holds.back().reset(); });
   add("pin_and_unpin", none, [](World& w) {
     Pin pin;
     OK(w.store->pin(w.refs[0], Wait{}, pin));
   });
-  add("last_unpin",
+  add(
+      "last_unpin",
       [](World& w) {
         w.holds.push_back(put(*w.store, 300, 47));
         w.pin(w.holds.back().ref());
@@ -239,10 +245,12 @@ std::vector<Scenario> scenarios() {
   });
   add("bind_first", none, [](World& w) { OK(w.store->bind("src", "other")); });
   add("bind_second", none, [](World& w) { OK(w.store->bind("kept", "src")); });
-  add("unbind", [](World& w) { OK(w.store->bind("src", "other")); },
+  add(
+      "unbind", [](World& w) { OK(w.store->bind("src", "other")); },
       [](World& w) { OK(w.store->unbind("src")); });
   add("join", [](World& w) { w.store->close(); }, [](World& w) { w.store = attach(w.name); });
-  add("leave",
+  add(
+      "leave",
       [](World& w) {
         w.put(300, 48);
         w.pin(w.refs[0]);
@@ -250,7 +258,8 @@ std::vector<Scenario> scenarios() {
         OK(w.store->bind("src", "dst"));
       },
       [](World& w) { w.store->close(); });
-  add("leave_under_views",
+  add(
+      "leave_under_views",
       [](World& w) {
         w.put(300, 49);
         w.pin(w.refs.back());
@@ -328,11 +337,12 @@ class Matrix {
       Outcome const outcome = kill_at(n, false, 0);
       if (!outcome.killed_inside) break;
       judge(outcome, n, 0);
-      // Kill the repair as well: at every store for every third n, or at one of them in a sample.
-      std::uint64_t const third = 1 + (n / stride) % 3;
-      if (sample_ == 0 ? third != 1 : third == 3) continue;
-      std::uint64_t const step = sample_ == 0 ? 1 : 97 + n % 31;
-      for (std::uint64_t m = 1 + (sample_ == 0 ? 0 : n % step);; m += step) {
+      // Kill the repair as well. In full: at every store of it for each tenth n, and for the others
+      // at each 17th from a start that moves with n, so that every store has its turn.
+      bool const thorough = sample_ == 0 && n % 10 == 1;
+      if (sample_ != 0 && n / stride % 3 == 2) continue;
+      std::uint64_t const step = thorough ? 1 : sample_ == 0 ? 17 : 97 + n % 31;
+      for (std::uint64_t m = thorough ? 1 : 1 + n % step;; m += step) {
         Outcome const twice = kill_at(n, false, m);
         if (twice.hits == 0) break;  // the repair had fewer stores
         judge(twice, n, m);
@@ -351,8 +361,8 @@ class Matrix {
   std::uint64_t total() const { return total_; }
 
  private:
-  // C dies after its n-th store (0: after the act, or before it if `skip`); if m > 0 a first repairer
-  // dies after its m-th, and `hits` says whether it did. What a fresh process then sees.
+  // C dies after its n-th store (0: after the act, or before it if `skip`); if m > 0 a first
+  // repairer dies after its m-th, and `hits` says whether it did. What a fresh process then sees.
   Outcome kill_at(std::uint64_t n, bool skip, std::uint64_t m) {
     World w = make_world(*current_);
     Outcome outcome;
@@ -416,8 +426,8 @@ class Matrix {
     OK(w.store->stats(stats));
     if (stats.used != 0 || stats.objects != 0 || stats.doomed != 0)
       fail_at(__FILE__, __LINE__,
-              current_->name + ": " + std::to_string(stats.used) + " bytes leaked after a kill at store " +
-                  std::to_string(n));
+              current_->name + ": " + std::to_string(stats.used) +
+                  " bytes leaked after a kill at store " + std::to_string(n));
     OK(Store::unlink(w.name));
     return outcome;
   }
@@ -428,7 +438,8 @@ class Matrix {
   std::uint64_t total_ = 0;
 };
 
-// Creation and removal have no arena before or after: the name must work again, with nothing left over.
+// Creation and removal have no arena before or after: the name must work again, with nothing left
+// over.
 bool crash_create_and_unlink(bool unlink, std::uint64_t sample) {
   std::uint64_t kills = 0;
   for (std::uint64_t n = 1;; n += sample == 0 ? 1 : 7) {
@@ -453,8 +464,7 @@ bool crash_create_and_unlink(bool unlink, std::uint64_t sample) {
     EXPECT_SOUND(*store);
     store->close();
     OK(Store::unlink(name));
-    for (const ArenaInfo& info : Store::list())
-      EXPECT(info.path.find(name) == std::string::npos);
+    for (const ArenaInfo& info : Store::list()) EXPECT(info.path.find(name) == std::string::npos);
   }
   std::printf("%-20s %6" PRIu64 " kills\n", unlink ? "unlink" : "create", kills);
   return kills > 0;

@@ -1,5 +1,6 @@
 // What the C++ tests share: checks that print where they failed, children that die on purpose, and
-// arenas whose names nobody else uses. No framework: a test is a function, a failure ends the program.
+// arenas whose names nobody else uses. No framework: a test is a function, a failure ends the
+// program.
 #pragma once
 
 #include <signal.h>
@@ -24,31 +25,31 @@ namespace shmrl::test {
   ::_exit(1);
 }
 
-#define EXPECT(condition)                                                                   \
-  do {                                                                                      \
+#define EXPECT(condition)                                                                  \
+  do {                                                                                     \
     if (!(condition)) ::shmrl::test::fail_at(__FILE__, __LINE__, "expected: " #condition); \
   } while (0)
 
-#define EXPECT_STATUS(expected, call)                                                          \
-  do {                                                                                         \
-    ::shmrl::Status const status_ = (call);                                                    \
-    if (status_ != (expected))                                                                 \
-      ::shmrl::test::fail_at(__FILE__, __LINE__,                                               \
-                             std::string(#call " answered ") +                                 \
-                                 std::string(::shmrl::to_string(status_)) + ": " +             \
-                                 ::shmrl::Store::detail());                                    \
+#define EXPECT_STATUS(expected, call)                                              \
+  do {                                                                             \
+    ::shmrl::Status const status_ = (call);                                        \
+    if (status_ != (expected))                                                     \
+      ::shmrl::test::fail_at(__FILE__, __LINE__,                                   \
+                             std::string(#call " answered ") +                     \
+                                 std::string(::shmrl::to_string(status_)) + ": " + \
+                                 ::shmrl::Store::detail());                        \
   } while (0)
 
 #define OK(call) EXPECT_STATUS(::shmrl::Status::ok, call)
 
-#define EXPECT_SOUND(store)                                                                  \
-  do {                                                                                       \
-    std::vector<std::string> problems_;                                                      \
-    OK((store).check(problems_));                                                            \
-    if (!problems_.empty())                                                                  \
-      ::shmrl::test::fail_at(__FILE__, __LINE__, "check(): " + problems_.front() + " (and " + \
-                                                     std::to_string(problems_.size() - 1) +  \
-                                                     " more)");                              \
+#define EXPECT_SOUND(store)                                                        \
+  do {                                                                             \
+    std::vector<std::string> problems_;                                            \
+    OK((store).check(problems_));                                                  \
+    if (!problems_.empty())                                                        \
+      ::shmrl::test::fail_at(__FILE__, __LINE__,                                   \
+                             "check(): " + problems_.front() + " (and " +          \
+                                 std::to_string(problems_.size() - 1) + " more)"); \
   } while (0)
 
 inline std::string unique_name(const char* what) {

@@ -7,7 +7,8 @@ is also who knows what is under way and with whom, so a producer's death loses n
 takes the batch of a train step, split over the tasks by their weights; a task that ended or yields
 nothing useful is left out instead of waited for.
 
-Lives in the driver, on the loop of the replay buffer; producers reach it as an actor. Waits are
+Lives in the driver, on the loop of the replay buffer; producers reach it as an actor, and may call
+its coroutines only: the other methods must run on that loop. Waits are
 futures; nothing polls.
 """
 
@@ -234,7 +235,7 @@ class Dispatcher:
         self._wake()
         return offered + len(lost) + prompts
 
-    def fail(self, part: str, cause: str) -> None:
+    async def fail(self, part: str, cause: str) -> None:
         """A part is dead for good: whoever waits, or comes later, gets `PartFailed` with the
         cause.
         """

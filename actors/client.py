@@ -202,7 +202,8 @@ class Client:
         await self._ask("unreserve", name)
 
     async def snapshot(self) -> dict[str, Any]:
-        """{"actors": [...]}: state, pid, restarts, queues, memory, calls with p50 and p99."""
+        """The run as plain data: "actors" (state, pid, restarts, queues, memory, calls with p50 and
+        p99), "store" (use of the arena by owner), driver, free devices."""
         return cast(dict[str, Any], await self._ask("snapshot"))
 
     @property

@@ -99,7 +99,9 @@ class Supervisor:
             except TimeoutError:
                 pass  # said below, with the names that there are
             finally:
-                self._named[name].remove(waiter)
+                waiting = self._named.get(name, [])
+                if waiter in waiting:
+                    waiting.remove(waiter)
         if name not in self.names:
             there = ", ".join(sorted(self.names)) or "none"
             raise NoSuchActor(f"this run has no actor named {name!r}; there are: {there}")

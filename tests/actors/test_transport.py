@@ -178,7 +178,7 @@ async def test_a_tcp_address_that_does_not_answer_fails_the_call(other_end: str)
                 listener.listen()
             peer = rt._node.peer(77, "ghost")
             peer.state, peer.incarnation = "up", 1
-            peer.address = "tcp://127.0.0.1:%d" % listener.getsockname()[1]
+            peer.address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
             ghost = actors.Handle(rt._node, 77, "ghost", "Ghost", {"work": 0})
             with pytest.raises(actors.ActorDied, match="link to its process broke"):
                 await asyncio.wait_for(ghost.work(), 10)

@@ -21,7 +21,14 @@ from numpy.typing import NDArray
 from trainer.engine.protocol import SamplingParams
 from trainer.rollout import FinishReason, Message, Prompt, Trace
 
-__all__ = ["Environment", "Judge", "Session", "Turn"]
+__all__ = ["Environment", "Judge", "RolloutAborted", "Session", "Turn"]
+
+
+class RolloutAborted(BaseException):
+    """Ends an environment's task because its rollout was stopped part-way; it can go on later.
+
+    Not an `Exception`, so that user code which catches those lets it pass.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,11 +59,8 @@ class Session(Protocol):
         """Everything that the model sampled so far on the current path, as text."""
         ...
 
-    async def append(
-        self,
-        content: str | Sequence[int] | Sequence[Message],
-    ) -> int:
-        """Add tokens that no model sampled (prompt, tool output); -> their node in the trace.
+    async def append(self, content: str | Sequence[int] | Sequence[Message]) -> None:
+        """Add tokens that no model sampled (prompt, tool output); they are stored by `generate`.
 
         Text is encoded, messages go through the chat template, token ids are taken as they are.
         """
@@ -80,7 +84,12 @@ class Environment(Protocol):
     """Runs one conversation. One instance serves many sessions at the same time."""
 
     async def run(self, session: Session, prompt: Prompt) -> None:
-        """Talk to the policy through `session` until the task is over. May raise `ToolError`."""
+        """Talk to the policy through `session` until the task is over. May raise `ToolError`.
+
+        An aborted rollout is gone on with by running it again: what it says and does is compared
+        with the record, finished turns come back without the engine, and it is at the old point
+        again. So it should say the same when it hears the same.
+        """
         ...
 
 

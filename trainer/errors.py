@@ -119,7 +119,14 @@ class PutTimeout(ReplayError, TimeoutError):
 
 
 class EndOfData(ReplayError):
-    """The prompts ran out and nothing is in production that could complete the batch."""
+    """No more groups of `task` will come, and those that are left do not complete the batch."""
+
+    def __init__(self, message: str, task: str = "") -> None:
+        super().__init__(message)
+        self.task = task
+
+    def __reduce__(self) -> tuple[type[EndOfData], tuple[str, str]]:
+        return type(self), (str(self), self.task)
 
 
 class PartFailed(ReplayError):

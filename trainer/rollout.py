@@ -100,9 +100,11 @@ class Rollout:
     """One attempt at a prompt. Its tokens are in the session `session_id`, at the nodes below.
 
     `leaves`: positions in the session of the segments that end a trainable path (several for one
-    agent session that branched). `n_prompt_nodes`: how many leading segments of the session are the
-    prompt; expiry by retry cuts the session back to them. `model_step_min` / `max`: oldest and
-    newest step that sampled a trainable token, None while there is none.
+    agent session that branched). `turns`: nodes at which a turn of the model was finished; what the
+    model sampled after the last of them is a turn that was aborted and can go on.
+    `n_prompt_nodes`: how many leading segments of the session are the prompt; expiry by retry cuts
+    the session back to them. `model_step_min` / `max`: oldest and newest step that sampled a
+    trainable token, None while there is none.
     """
 
     session_id: str
@@ -112,6 +114,7 @@ class Rollout:
     status: Status = Status.INIT
     reward: float | None = None
     leaves: tuple[int, ...] = ()
+    turns: tuple[int, ...] = ()
     n_prompt_nodes: int = 1
     n_prompt_tokens: int = 0
     n_response_tokens: int = 0
@@ -142,6 +145,7 @@ class Rollout:
             status=status,
             reward=None,
             leaves=(),
+            turns=(),
             n_response_tokens=0,
             model_step_min=None,
             model_step_max=None,
@@ -153,21 +157,25 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The K rollouts of one prompt: scored, buffered and trained together."""
+    """The K rollouts of one prompt: scored, buffered and trained together.
 
-    uid: str
-    task: str
-    prompt: Prompt
-    rollouts: tuple[Rollout, ...]
-    #: Bytes that the sessions hold in the arena, shared segments once; measured when the group is
-    #: filed.
+    A loop of one's own may leave out all but `rollouts`: the uid is then the first session's id.
+    """
+
+    uid: str = ""
+    task: str = ""
+    prompt: Prompt | None = None
+    rollouts: tuple[Rollout, ...] = ()
+    #: Bytes that the sessions hold in the arena, shared segments once; measured at `put`.
     nbytes: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.rollouts, list):
+        if type(self.rollouts) is not tuple:
             object.__setattr__(self, "rollouts", tuple(self.rollouts))
         if not self.rollouts:
             raise BadGroup(f"group {self.uid!r} has no rollouts; a group holds at least one")
+        if not self.uid:
+            object.__setattr__(self, "uid", self.rollouts[0].session_id)
 
     @property
     def status(self) -> Status:
@@ -250,6 +258,9 @@ class Segment:
     text: str = ""
     routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     n_routed: int = -1
+    #: Rows for the tokens just before this segment that became known only with it: [r, layers,
+    #: top_k].
+    routed_before: NDArray[np.uint8] | NDArray[np.uint16] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -268,8 +279,8 @@ class Segment:
     def _check_routing(self, n: int) -> None:
         routed = self.routed_experts
         if routed is None:
-            if self.n_routed > 0:
-                raise BadSegment(f"n_routed is {self.n_routed}, but routed_experts is None")
+            if self.n_routed > 0 or self.routed_before is not None:
+                raise BadSegment("n_routed or routed_before is given, but routed_experts is None")
             object.__setattr__(self, "n_routed", 0)
             return
         if routed.ndim != 3 or routed.dtype not in (_UINT8, _UINT16):
@@ -281,6 +292,14 @@ class Segment:
             raise BadSegment(
                 f"routed_experts has {len(routed)} rows for {n} tokens; "
                 "allowed are all rows, or all but the last"
+            )
+        before = self.routed_before
+        if before is not None and (
+            before.shape[1:] != routed.shape[1:] or before.dtype != routed.dtype
+        ):
+            raise BadSegment(
+                f"routed_before is {before.dtype} {before.shape}, but routed_experts is "
+                f"{routed.dtype} {routed.shape}: type, layers and top_k must be the same"
             )
         known = len(routed) if self.n_routed < 0 else self.n_routed
         if not 0 <= known <= len(routed):

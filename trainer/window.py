@@ -10,7 +10,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 __all__ = ["TaskWindow", "Window", "WindowReport"]
 
@@ -37,8 +38,6 @@ class TaskWindow:
     group_time_count: int = 0
     group_time_sum_s: float = 0.0
     group_times_s: list[float] = field(default_factory=list)
-    pause_s: float = 0.0
-    production_s: float = 0.0
     leftover: dict[str, int] = field(default_factory=dict)
 
     def add_time(self, seconds: float) -> None:
@@ -81,10 +80,15 @@ _SUMS = tuple(f.name for f in fields(TaskWindow) if f.name not in ("group_times_
 
 @dataclass(frozen=True, slots=True)
 class WindowReport:
-    """One window, per task and in total; `total` is the sum of `tasks`."""
+    """One window, per task and in total; `total` is the sum of `tasks`.
+
+    `pause_s` and `production_s`: how long the producers stood still and worked, all tasks alike.
+    """
 
     tasks: Mapping[str, TaskWindow]
     total: TaskWindow
+    pause_s: float = 0.0
+    production_s: float = 0.0
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Flat numbers for a metrics file; quantities without a value are left out."""
@@ -100,17 +104,19 @@ class WindowReport:
             "group_time_mean_s": total.group_time_mean_s,
             "group_time_p50_s": total.group_time_quantile_s(0.5),
             "group_time_p99_s": total.group_time_quantile_s(0.99),
-            "pause_s": total.pause_s,
-            "production_s": total.production_s,
+            "pause_s": self.pause_s,
+            "production_s": self.production_s,
         }
         flat.update({f"leftover_{status}": float(n) for status, n in total.leftover.items()})
         return {prefix + name: value for name, value in flat.items() if not math.isnan(value)}
 
 
 class Window:
-    """The open window: one `TaskWindow` per task."""
+    """The open window: one `TaskWindow` per task, and the producers' times."""
 
     def __init__(self) -> None:
+        self.pause_s = 0.0
+        self.production_s = 0.0
         self._tasks: dict[str, TaskWindow] = {}
 
     def task(self, name: str) -> TaskWindow:
@@ -118,8 +124,9 @@ class Window:
         return self._tasks.setdefault(name, TaskWindow())
 
     def close(self, leftover: Mapping[str, Mapping[str, int]]) -> WindowReport:
-        """Hand out the counts and start over; `leftover`: task -> status -> groups still in the
-        buffer.
+        """Hand out the counts and start over.
+
+        `leftover`: task -> status -> groups that are still in the buffer.
         """
         tasks, self._tasks = self._tasks, {}
         for name, counts in leftover.items():
@@ -127,22 +134,23 @@ class Window:
         total = TaskWindow()
         for window in tasks.values():
             total.add(window)
-        return WindowReport(tasks, total)
+        report = WindowReport(tasks, total, self.pause_s, self.production_s)
+        self.pause_s = self.production_s = 0.0
+        return report
 
-    def to_json(self) -> dict[str, dict[str, object]]:
+    def to_json(self) -> dict[str, Any]:
         """For a snapshot."""
         return {
-            name: {f.name: getattr(window, f.name) for f in fields(TaskWindow)}
-            for name, window in self._tasks.items()
+            "pause_s": self.pause_s,
+            "production_s": self.production_s,
+            "tasks": {name: asdict(window) for name, window in self._tasks.items()},
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Mapping[str, object]]) -> Window:
+    def from_json(cls, value: Mapping[str, Any]) -> Window:
         """The reverse of `to_json`."""
         window = cls()
-        for name, counts in value.items():
-            restored = TaskWindow()
-            for key, count in counts.items():
-                setattr(restored, key, count)
-            window._tasks[name] = restored
+        window.pause_s = value["pause_s"]
+        window.production_s = value["production_s"]
+        window._tasks = {name: TaskWindow(**counts) for name, counts in value["tasks"].items()}
         return window

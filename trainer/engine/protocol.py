@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -119,16 +119,15 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightsVersion:
-    """One published version of the weights: the object of the arena that holds them, and how to
-    read it.
+    """One published version of the weights.
 
-    `ref_hex` is the hex name of the object ("" for an engine without a model); `layout` is JSON:
-    parameter name to offset, shape and type.
+    `ref`: the 24 bytes that name the object of the arena which holds them (b"" for an engine
+    without a model); the layout is inside the object. `nbytes`: its size.
     """
 
-    ref_hex: str
+    ref: bytes
     model_step: int
-    layout: Mapping[str, Any] = field(default_factory=dict)
+    nbytes: int = 0
 
 
 @runtime_checkable

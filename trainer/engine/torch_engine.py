@@ -10,6 +10,7 @@ the model step that sampled it. All coroutines belong to one event loop.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +63,8 @@ class EngineCounters:
     running: int
     kv_bytes: int
     prefix_bytes: int
+    busy_s: float
+    """Seconds in which the worker thread had something to do."""
 
 
 @dataclass(eq=False)
@@ -102,6 +105,7 @@ class TorchEngine:
         self._closing = False
         self._broken: BaseException | None = None
         self._tokens = self._steps = 0
+        self._busy_s = 0.0
         routing = self._runner.routing.info
         self._info = EngineInfo(
             vocab_size=int(model.config.vocab_size),
@@ -132,6 +136,7 @@ class TorchEngine:
             running=len(batcher.running),
             kv_bytes=self._runner.cache.nbytes,
             prefix_bytes=batcher.prefixes.nbytes,
+            busy_s=self._busy_s,
         )
 
     # --- the loop's side ------------------------------------------------------------------------
@@ -250,6 +255,7 @@ class TorchEngine:
             # Let everything that was woken in this turn of the loop ask first, so that requests
             # made together are admitted together.
             await asyncio.sleep(0)
+            began = time.perf_counter()
             try:
                 outcomes = await self._loop.run_in_executor(self._worker, self._work)
             except (
@@ -258,6 +264,7 @@ class TorchEngine:
                 self._broken = error
                 self._end_all(EngineError(f"the engine broke: {error!r}"))
                 return
+            self._busy_s += time.perf_counter() - began
             self._deliver(outcomes)
             if self._closing:
                 self._end_all(EngineClosed("the engine was closed"))
@@ -265,10 +272,12 @@ class TorchEngine:
 
     def _end_all(self, error: EngineError) -> None:
         """Nobody waits any more: requests and new weights that are still open fail with `error`."""
-        waiting = [item.done for item in (*self._inbox, *self._swaps) if isinstance(item, _Swap)]
-        for future in (*self._futures.values(), *waiting):
+        for future in self._futures.values():
             if not future.done():
                 future.set_exception(error)
+        for item in (*self._inbox, *self._swaps):
+            if isinstance(item, _Swap):
+                _fail(item.done, error)
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         for sequence, outcome in outcomes:

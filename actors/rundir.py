@@ -1,0 +1,110 @@
+"""The run's directory: sockets and a lock, readable by our user only.
+
+Owns `/tmp/shmrl-UID/NAME`: mode 0700, one per live run, with the lock that tells a live run from
+debris. Called by `runtime` in the driver and by `top` from outside.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+from .errors import RunExists, RuntimeClosed, UsageError
+
+__all__ = ["RunDir", "check_name", "runs_root", "sweep"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
+
+
+def check_name(what: str, name: str) -> str:
+    """A name fit for files, arenas and metrics. Raises UsageError."""
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise UsageError(
+            f"{what} has 1 to 63 letters, digits, '.', '_' or '-', and starts with a letter or a"
+            f" digit; got {name!r}"
+        )
+    return name
+
+
+def runs_root() -> Path:
+    """Where the directories of our user's runs are; made on demand, and refused if not ours.
+
+    A fixed short path: a Unix socket's name has at most 107 bytes.
+    """
+    root = Path(f"/tmp/shmrl-{os.getuid()}")
+    root.mkdir(mode=0o700, exist_ok=True)
+    info = root.lstat()
+    if (
+        not stat.S_ISDIR(info.st_mode)
+        or info.st_uid != os.getuid()
+        or stat.S_IMODE(info.st_mode) & 0o077
+    ):
+        raise UsageError(f"{root} must be a directory of user {os.getuid()} with mode 0700")
+    return root
+
+
+class RunDir:
+    """The directory of one live run; its lock dies with this process."""
+
+    def __init__(self, name: str) -> None:
+        self.path = runs_root() / check_name("the name of a run", name)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._lock, 32, 0).decode().strip()
+            os.close(self._lock)
+            raise RunExists(
+                f"a run named {name!r} is alive (driver process {owner or 'unknown'}); choose"
+                " another name, or stop it"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        for leftover in self.path.glob("*.sock"):  # of a run that was killed
+            leftover.unlink(missing_ok=True)
+
+    def socket_path(self, name: str) -> str:
+        return str(self.path / f"{name}.sock")
+
+    def remove(self, *, keep_sockets: bool = False) -> None:
+        """Take the directory away; with detached actors alive only the lock is given up."""
+        if not keep_sockets:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def sweep() -> list[str]:
+    """Remove the directories of runs that are dead; returns their names."""
+    removed = []
+    for path in runs_root().iterdir():
+        try:
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # being made, or not ours to judge
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            if not any(path.glob("a*.sock")):  # a detached actor may listen there still
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path.name)
+        finally:
+            os.close(lock)
+    return removed
+
+
+def status_socket(name: str) -> Path:
+    """Where a live run answers `shmrl top`. Raises RuntimeClosed when there is no such run."""
+    path = runs_root() / check_name("the name of a run", name) / "status.sock"
+    if not path.exists():
+        live = sorted(p.parent.name for p in runs_root().glob("*/status.sock"))
+        raise RuntimeClosed(
+            f"no run named {name!r} is alive; alive: {', '.join(live) if live else 'none'}"
+        )
+    return path

@@ -1,0 +1,232 @@
+"""Starting processes: the driver's end of the warm template, and how a class travels.
+
+Owns the template process and the socket to it. Used by `supervisor` on the driver's loop. A fork
+happens only in the template, never here, so no lock, thread or ZeroMQ context is ever inherited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib.machinery
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .errors import RuntimeClosed, UsageError
+from .template import REQUEST_BYTES_MAX
+
+__all__ = ["Spawner", "import_hints"]
+
+_MESSAGE_BYTES = 4096
+_EXIT_WAIT_S = 5.0
+
+
+class Spawner:
+    """Forks actors through a template process; started on first use, and again if it dies."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_exit: Callable[[int, int | None], None],
+        preload: list[str],
+    ) -> None:
+        self._loop = loop
+        self._on_exit = on_exit
+        self._preload = preload
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._tickets = itertools.count(1)
+        self._forking: dict[int, asyncio.Future[int]] = {}
+        self._pids: set[int] = set()
+
+    def start(self) -> None:
+        """Start the template; it warms up while the driver goes on."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            program = (
+                f"import sys; sys.path[:] = {sys.path!r}; from actors.template import main;"
+                f" main({theirs.fileno()}, {self._preload!r})"
+            )
+            self._process = subprocess.Popen(
+                [sys.executable, *_interpreter_flags(), "-c", program],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is for the driver alone
+            )
+        ours.setblocking(False)
+        self._sock = ours
+        self._loop.add_reader(ours.fileno(), self._on_readable)
+
+    async def fork(self, request: dict[str, Any], fds: list[int]) -> int:
+        """A new actor process with these descriptors; its pid. The caller closes its own copies."""
+        if self._sock is None:
+            self.start()
+        assert self._sock is not None
+        ticket = next(self._tickets)
+        data = json.dumps({**request, "ticket": ticket}).encode()
+        if len(data) > REQUEST_BYTES_MAX:
+            raise UsageError(
+                f"sys.path, env and names of an actor take {len(data)} bytes, at most"
+                f" {REQUEST_BYTES_MAX}; pass large values as arguments"
+            )
+        forked: asyncio.Future[int] = self._loop.create_future()
+        self._forking[ticket] = forked
+        try:
+            await self._send(self._sock, data, fds)
+            return await forked
+        finally:
+            self._forking.pop(ticket, None)
+
+    async def _send(self, sock: socket.socket, data: bytes, fds: list[int]) -> None:
+        while True:
+            try:
+                socket.send_fds(sock, [data], fds)
+                return
+            except BlockingIOError:
+                writable: asyncio.Future[None] = self._loop.create_future()
+                self._loop.add_writer(sock.fileno(), _set, writable)
+                try:
+                    await writable
+                finally:
+                    self._loop.remove_writer(sock.fileno())
+            except OSError as error:
+                if error.errno in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN):
+                    self._on_gone()
+                raise RuntimeClosed(
+                    f"the template process is gone ({error.strerror}); spawn again"
+                ) from error
+
+    def _on_readable(self) -> None:
+        while self._sock is not None:
+            try:
+                data = self._sock.recv(_MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._on_gone()
+                return
+            message = json.loads(data)
+            if "forked" in message:
+                self._pids.add(message["pid"])
+                forked = self._forking.pop(message["forked"], None)
+                if forked is not None and not forked.done():
+                    forked.set_result(message["pid"])
+            else:
+                self._pids.discard(message["exited"])
+                # Soon, not now: whoever waits for the fork hears of it before its end.
+                self._loop.call_soon(self._on_exit, message["exited"], message["code"])
+
+    def _on_gone(self) -> None:
+        """The template died: its children died with it (parent-death signal), without a status."""
+        if self._sock is None:
+            return
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        self._sock = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        for forked in self._forking.values():
+            if not forked.done():
+                forked.set_exception(RuntimeClosed("the template process died; spawn again"))
+        for pid in list(self._pids):
+            self._pids.discard(pid)
+            self._loop.call_soon(self._on_exit, pid, None)
+
+    async def close(self) -> None:
+        """End the template; what it forked and is not detached ends with it."""
+        if self._sock is None or self._process is None:
+            return
+        process, sock = self._process, self._sock
+        self._sock = self._process = None
+        self._loop.remove_reader(sock.fileno())
+        pidfd = os.pidfd_open(process.pid)
+        ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(pidfd, _set, ended)
+        sock.close()
+        try:
+            await asyncio.wait_for(ended, _EXIT_WAIT_S)
+        except TimeoutError:
+            process.kill()
+        finally:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+            process.wait()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the template; 0 when it is not running."""
+        return self._process.pid if self._process is not None else 0
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _interpreter_flags() -> list[str]:
+    """The flags of this interpreter that change what code means (-O, -W, -X), for the template."""
+    flags = ["-O"] * sys.flags.optimize
+    flags += ["-B"] * sys.flags.dont_write_bytecode
+    flags += [f"-W{option}" for option in sys.warnoptions if option != "error"]
+    return flags
+
+
+def import_hints(cls: type) -> dict[str, str | None]:
+    """Files of the modules of `cls` and its bases that a fresh process would not find by name."""
+    hints: dict[str, str | None] = {}
+    for base in cls.__mro__:
+        name = base.__module__
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if module is None or file is None or name == "__main__" or _importable(name, file):
+            continue
+        hints[name] = os.path.abspath(file)
+        parent = name.rpartition(".")[0]
+        while parent:
+            found = getattr(sys.modules.get(parent), "__file__", None)
+            if parent not in hints and not _importable(parent, found):
+                hints[parent] = os.path.abspath(found) if found else None
+            parent = parent.rpartition(".")[0]
+    return hints
+
+
+def _importable(name: str, file: str | None) -> bool:
+    """True when the path finder, asked afresh, finds this module in this file."""
+    path: Any = None
+    spec = None
+    parts = name.split(".")
+    for i in range(len(parts)):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: i + 1]), path)
+        if spec is None:
+            # Built in, frozen, or found by a finder of an editable install: not ours to judge.
+            return i == 0 and (parts[0] in sys.builtin_module_names or _has_other_finder(parts[0]))
+        path = spec.submodule_search_locations
+    assert spec is not None
+    if file is None:
+        return True
+    return spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
+
+
+def _has_other_finder(name: str) -> bool:
+    """True when a finder other than the path's claims the top-level name (editable installs)."""
+    for finder in sys.meta_path:
+        if finder is importlib.machinery.PathFinder or not hasattr(finder, "find_spec"):
+            continue
+        if type(finder).__module__.startswith("_pytest"):
+            continue
+        try:
+            if finder.find_spec(name, None) is not None:
+                return True
+        except Exception:  # a foreign finder that objects to being asked does not claim it
+            continue
+    return False

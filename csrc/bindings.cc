@@ -1,0 +1,393 @@
+// The module shmstore._core: opening arenas, their state, errors, and the registration of the rest.
+//
+// Bindings translate, drop the GIL around waits and large copies, and decide nothing. Anything that
+// a user can get wrong leaves as a class of shmstore.errors.
+
+#include <nanobind/stl/string.h>
+
+#include <cmath>
+#include <limits>
+#include <map>
+
+#include "bindings_store.h"
+#include "bindings_values.h"
+
+namespace shmrl::py {
+
+Hooks g_hooks;
+
+void bind_copy(nb::module_& module);  // bindings_objects.cc
+
+// -- bindings_common.h --------------------------------------------------------------------------
+
+namespace {
+
+const char* error_class_of(Status status) {
+  switch (status) {
+    case Status::not_found:
+      return "StoreNotFound";
+    case Status::exists:
+      return "StoreExists";
+    case Status::bad_name:
+      return "BadName";
+    case Status::bad_option:
+      return "BadValue";
+    case Status::layout_mismatch:
+      return "LayoutMismatch";
+    case Status::foreign_user:
+      return "StoreDenied";
+    case Status::corrupt:
+      return "ArenaDamaged";
+    case Status::superseded:
+      return "StoreSuperseded";
+    case Status::clients_full:
+      return "TableFull";
+    case Status::no_memory:
+      return "OutOfMemory";
+    case Status::system_error:
+      return "SystemRefused";
+    case Status::closed:
+      return "StoreClosed";
+    case Status::forked:
+      return "ForkedStore";
+    case Status::stuck:
+      return "StoreStuck";
+    case Status::full:
+      return "StoreFull";
+    case Status::too_large:
+      return "ObjectTooLarge";
+    case Status::objects_full:
+      return "TableFull";
+    case Status::freed:
+      return "ObjectFreed";
+    case Status::not_sealed:
+      return "ObjectNotSealed";
+    case Status::bad_ref:
+      return "BadRef";
+    case Status::foreign_ref:
+      return "BadRef";
+    case Status::bad_draft:
+      return "BadValue";
+    case Status::bad_id:
+      return "BadName";
+    case Status::session_exists:
+      return "SessionExists";
+    case Status::session_released:
+      return "SessionReleased";
+    case Status::not_owner:
+      return "NotOwner";
+    case Status::bad_position:
+      return "BadValue";
+    case Status::sessions_full:
+      return "TableFull";
+    case Status::owners_full:
+      return "TableFull";
+    case Status::attachments_full:
+      return "TableFull";
+    case Status::ok:
+    case Status::interrupted:
+      break;
+  }
+  return "StoreError";
+}
+
+nb::object to_str(std::string_view text) {
+  return nb::steal(checked(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace")));
+}
+
+// Ends a wait when a Python signal handler raised (Ctrl-C). Called without the GIL.
+bool signal_raised(void*) {
+  nb::gil_scoped_acquire acquired;
+  return PyErr_CheckSignals() != 0;
+}
+
+}  // namespace
+
+void raise(const char* error_class, const std::string& message) {
+  nb::object type = nb::module_::import_("shmstore.errors").attr(error_class);
+  PyErr_SetObject(type.ptr(), to_str(message).ptr());
+  nb::raise_python_error();
+}
+
+void raise(Status status) {
+  if (status == Status::interrupted) {
+    if (!PyErr_Occurred()) PyErr_SetNone(PyExc_KeyboardInterrupt);
+    nb::raise_python_error();
+  }
+  const std::string& detail = shmrl::Store::detail();
+  raise(error_class_of(status), detail.empty() ? std::string(to_string(status)) : detail);
+}
+
+void raise_full(shmrl::Store& store, Status status, std::uint64_t size) {
+  FullFacts facts;
+  require(store.full_facts(size, facts));
+  nb::dict dict;
+  dict["requested"] = facts.requested;
+  dict["capacity"] = facts.capacity;
+  dict["free"] = facts.free;
+  dict["largest_free"] = facts.largest_free;
+  dict["building_bytes"] = facts.building_bytes;
+  dict["deferred_bytes"] = facts.deferred_bytes;
+  dict["waiters"] = facts.waiters;
+  nb::list owners;
+  for (const OwnerUsage& usage : facts.by_owner)
+    owners.append(nb::make_tuple(to_str(usage.owner), usage.sessions, usage.objects, usage.bytes));
+  dict["owners"] = owners;
+  nb::list clients;
+  for (const ClientUsage& usage : facts.by_client)
+    clients.append(nb::make_tuple(usage.slot, usage.pid, usage.held_objects, usage.held_bytes,
+                                  usage.pins, usage.pinned_bytes));
+  dict["clients"] = clients;
+  nb::object error = nb::steal(
+      checked(PyObject_CallFunction(g_hooks.store_full, "sO", error_class_of(status), dict.ptr())));
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  nb::raise_python_error();
+}
+
+Wait parse_timeout(nb::handle timeout) {
+  Wait wait{0, &signal_raised, nullptr};
+  if (timeout.is_none()) return wait;
+  double seconds = std::nan("");
+  if (PyFloat_Check(timeout.ptr()))
+    seconds = PyFloat_AS_DOUBLE(timeout.ptr());
+  else if (!PyBool_Check(timeout.ptr()) && PyNumber_Check(timeout.ptr()))
+    seconds = PyFloat_AsDouble(timeout.ptr());
+  if (PyErr_Occurred()) PyErr_Clear();  // a number too large for a double: not a time-out either
+  if (!(seconds >= 0))
+    raise("BadValue",
+          "timeout must be None (do not wait), a number of seconds from 0 up, or math.inf");
+  constexpr double kForEverFrom = 9.0e9;  // 285 years: beyond int64 nanoseconds
+  wait.timeout_ns = seconds > kForEverFrom ? -1 : static_cast<std::int64_t>(seconds * 1e9);
+  return wait;
+}
+
+std::string_view parse_text(nb::handle text, const char* what) {
+  if (!PyUnicode_Check(text.ptr())) [[unlikely]]
+    raise("BadName", std::string(what) + " must be a str, not " + Py_TYPE(text.ptr())->tp_name);
+  Py_ssize_t size = 0;
+  const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
+  if (data == nullptr) {
+    PyErr_Clear();
+    raise("BadName", std::string(what) + " must be encodable as UTF-8");
+  }
+  return {data, static_cast<std::size_t>(size)};
+}
+
+// -- StoreCore ------------------------------------------------------------------------------------
+
+void StoreCore::open(std::unique_ptr<shmrl::Store> store) {
+  if (store_) raise("BadValue", "this store is open already");
+  store_ = std::move(store);
+  register_store(store_->arena_id(), this);
+}
+
+void StoreCore::close() noexcept {
+  if (!store_) return;
+  unregister_store(store_->arena_id(), this);
+  store_->close();
+}
+
+namespace {
+
+void create(StoreCore& core, nb::handle name, const nb::dict& limits, const std::string& directory,
+            double spin) {
+  Options options;
+  const auto limit = [&limits](const char* key) {
+    return nb::cast<std::uint64_t>(nb::object(limits[key]));
+  };
+  options.capacity = limit("capacity");
+  options.max_objects = limit("max_objects");
+  options.max_sessions = limit("max_sessions");
+  options.max_attachments = limit("max_attachments");
+  const std::uint64_t owners = limit("max_owners");
+  options.max_owners = owners > kOwnersMax ? kOwnersMax + 1 : static_cast<std::uint32_t>(owners);
+  options.directory = directory;
+  options.spin_ns = static_cast<std::int64_t>(spin * 1e9);
+  const std::string text(parse_text(name, "the name of a store"));
+  std::unique_ptr<shmrl::Store> store;
+  Status status;
+  {
+    nb::gil_scoped_release released;
+    status = shmrl::Store::create(text, options, store);
+  }
+  require(status);
+  core.open(std::move(store));
+}
+
+void attach(StoreCore& core, nb::handle name, const std::string& directory, double spin) {
+  AttachOptions options;
+  options.directory = directory;
+  options.spin_ns = static_cast<std::int64_t>(spin * 1e9);
+  const std::string text(parse_text(name, "the name of a store"));
+  std::unique_ptr<shmrl::Store> store;
+  Status status;
+  {
+    nb::gil_scoped_release released;
+    status = shmrl::Store::attach(text, options, store);
+  }
+  require(status);
+  core.open(std::move(store));
+}
+
+nb::dict stats(StoreCore& core) {
+  Stats stats;
+  require(core.store().stats(stats));
+  nb::dict out;
+  out["capacity"] = stats.capacity;
+  out["used"] = stats.used;
+  out["free"] = stats.free;
+  out["largest_free"] = stats.largest_free;
+  out["committed"] = stats.committed;
+  out["objects"] = stats.objects;
+  out["building"] = stats.building;
+  out["doomed"] = stats.doomed;
+  out["sessions"] = stats.sessions;
+  out["pinned"] = stats.pinned;
+  out["deferred_bytes"] = stats.deferred_bytes;
+  out["clients"] = stats.clients;
+  out["objects_max"] = stats.max_objects;
+  out["sessions_max"] = stats.max_sessions;
+  out["owners_max"] = stats.max_owners;
+  out["attachments_max"] = stats.max_attachments;
+  nb::list owners;
+  for (const OwnerUsage& usage : stats.by_owner)
+    owners.append(nb::make_tuple(to_str(usage.owner), usage.sessions, usage.objects, usage.bytes,
+                                 usage.bound_clients, to_str(usage.heir)));
+  out["by_owner"] = owners;
+  nb::list clients;
+  for (const ClientUsage& usage : stats.by_client)
+    clients.append(nb::make_tuple(usage.slot, usage.pid, usage.self, usage.pins));
+  out["by_client"] = clients;
+  const Counters& counts = stats.counters;
+  out["counters"] =
+      nb::make_tuple(counts.puts, counts.gets, counts.frees, counts.discards, counts.reclaimed,
+                     counts.sessions_opened, counts.sessions_released, counts.sessions_transferred,
+                     counts.sweeps, counts.recoveries, counts.full_waits);
+  return out;
+}
+
+nb::list check(StoreCore& core) {
+  std::vector<std::string> problems;
+  Status status;
+  {
+    nb::gil_scoped_release released;
+    status = core.store().check(problems);
+  }
+  require(status);
+  nb::list list;
+  for (const std::string& problem : problems) list.append(to_str(problem));
+  return list;
+}
+
+nb::tuple sweep(StoreCore& core) {
+  SweepReport report;
+  Status status;
+  {
+    nb::gil_scoped_release released;
+    status = core.store().sweep(report);
+  }
+  require(status);
+  return nb::make_tuple(report.clients, report.objects, report.bytes, report.sessions_inherited,
+                        report.sessions_released);
+}
+
+nb::dict to_dict(const ArenaInfo& info) {
+  nb::dict out;
+  out["name"] = to_str(info.name);
+  out["path"] = to_str(info.path);
+  out["status"] = to_str(to_string(info.status));
+  out["detail"] = to_str(info.detail);
+  out["arena_id"] = info.arena_id;
+  out["capacity"] = info.capacity;
+  out["file_bytes"] = info.file_bytes;
+  out["live_clients"] = info.live_clients;
+  out["creator_pid"] = info.creator_pid;
+  out["created_unix_ns"] = info.created_unix_ns;
+  return out;
+}
+
+nb::list arenas(const std::string& directory, bool remove_debris) {
+  nb::list list;
+  for (const ArenaInfo& info :
+       remove_debris ? shmrl::Store::remove_debris(directory) : shmrl::Store::list(directory))
+    list.append(to_dict(info));
+  return list;
+}
+
+void unlink(nb::handle name, const std::string& directory) {
+  require(shmrl::Store::unlink(parse_text(name, "the name of a store"), directory));
+}
+
+void register_hooks(nb::handle encode, nb::handle decode, nb::handle to_device,
+                    nb::handle store_full, nb::handle entry) {
+  g_hooks.encode = Py_NewRef(encode.ptr());
+  g_hooks.decode = Py_NewRef(decode.ptr());
+  g_hooks.to_device = Py_NewRef(to_device.ptr());
+  g_hooks.store_full = Py_NewRef(store_full.ptr());
+  g_hooks.entry = Py_NewRef(entry.ptr());
+}
+
+nb::tuple payload_mapping(StoreCore& core) {
+  const auto bytes = core.store().payload_mapping();
+  return nb::make_tuple(reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size(),
+                        core.store().payload_committed());
+}
+
+std::uintptr_t buffer_address(nb::handle source) {
+  Py_buffer view{};
+  if (PyObject_GetBuffer(source.ptr(), &view, PyBUF_SIMPLE) < 0) nb::raise_python_error();
+  const auto address = reinterpret_cast<std::uintptr_t>(view.buf);
+  PyBuffer_Release(&view);
+  return address;
+}
+
+}  // namespace
+
+void bind_admin(nb::class_<StoreCore>& type, nb::module_& module) {
+  using nb::arg;
+  type.def(nb::init<bool>(), arg("allow_pickle"))
+      .def("open_new", &create, arg("name").none(), arg("limits"), arg("directory"), arg("spin"))
+      .def("open_existing", &attach, arg("name").none(), arg("directory"), arg("spin"))
+      .def("close", &StoreCore::close)
+      .def("raw_stats", &stats)
+      .def("check", &check)
+      .def("raw_sweep", &sweep)
+      .def("payload_mapping", &payload_mapping)
+      .def("abandon", [](StoreCore& core) { core.store().abandon(); })
+      .def_prop_ro("is_open", &StoreCore::is_open)
+      .def_prop_ro("allow_pickle", [](StoreCore& core) { return core.allow_pickle; })
+      .def_prop_ro("arena_id", [](StoreCore& core) { return core.store().arena_id(); })
+      .def_prop_ro("name", [](StoreCore& core) { return to_str(core.store().name()); })
+      .def_prop_ro("path", [](StoreCore& core) { return to_str(core.store().path()); })
+      .def_prop_ro("capacity", [](StoreCore& core) { return core.store().capacity(); })
+      .def_prop_ro("client_slot", [](StoreCore& core) { return core.store().client_slot(); });
+  module.def("arenas", &arenas, arg("directory"), arg("remove_debris") = false);
+  module.def("unlink", &unlink, arg("name").none(), arg("directory"));
+  module.def("register_hooks", &register_hooks, arg("encode"), arg("decode"), arg("to_device"),
+             arg("store_full"), arg("entry"));
+  module.def("buffer_address", &buffer_address, arg("source"));
+  module.def("set_leak_warnings", [](bool on) { nb::set_leak_warnings(on); }, arg("on"));
+  module.attr("CAPACITY_MIN") = kCapacityMin;
+  module.attr("CAPACITY_MAX") = kCapacityMax;
+  module.attr("OBJECTS_MAX") = kObjectsMax;
+  module.attr("SESSIONS_MAX") = kSessionsMax;
+  module.attr("OWNERS_MAX") = kOwnersMax;
+  module.attr("CLIENTS_MAX") = kClientsMax;
+  module.attr("NAME_BYTES_MAX") = kNameBytesMax;
+  module.attr("LAYOUT_VERSION") = layout_version();
+}
+
+}  // namespace shmrl::py
+
+NB_MODULE(_core, module) {
+  using namespace shmrl::py;
+  // A store or a view that lives until the interpreter is gone is a legal program, not a leak.
+  nb::set_leak_warnings(false);
+  add_types(module);
+  nb::class_<StoreCore> type(module, "StoreCore");
+  bind_admin(type, module);
+  bind_objects(type);
+  bind_sessions(type);
+  bind_copy(module);
+}

@@ -1,0 +1,371 @@
+// put, get, free, build: the paths that must cost about a microsecond from Python.
+//
+// Owns nothing. Plain numpy arrays and bytes are written and read here; for every other value the
+// Python codec plans the bytes (hooks.encode) or reads them (hooks.decode). Promises: a value is
+// either sealed whole or its draft is discarded; nothing is published half-written.
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include <numpy/arrayobject.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "bindings_store.h"
+#include "bindings_values.h"
+
+namespace shmrl::py {
+namespace {
+
+// Codes of headers.NUMPY_CODES: index by code gives the numpy type, and back.
+constexpr std::array<int, 15> kTypeOfCode = {
+    -1,        NPY_BOOL,   NPY_INT8, NPY_UINT8, NPY_INT16,  NPY_UINT16, NPY_INT32,  NPY_UINT32,
+    NPY_INT64, NPY_UINT64, NPY_HALF, NPY_FLOAT, NPY_DOUBLE, NPY_CFLOAT, NPY_CDOUBLE};
+constexpr std::array<std::uint8_t, 15> kSizeOfCode = {0, 1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 4, 8, 8, 16};
+
+constexpr std::array<std::uint8_t, NPY_NTYPES_LEGACY> make_code_of_type() {
+  std::array<std::uint8_t, NPY_NTYPES_LEGACY> codes{};
+  for (std::size_t code = 1; code < kTypeOfCode.size(); ++code)
+    codes[static_cast<std::size_t>(kTypeOfCode[code])] = static_cast<std::uint8_t>(code);
+  static_assert(sizeof(long) == 8 && sizeof(long long) == 8);
+  codes[NPY_LONG] = codes[NPY_LONGLONG] = codes[NPY_INT64];
+  codes[NPY_ULONG] = codes[NPY_ULONGLONG] = codes[NPY_UINT64];
+  return codes;
+}
+constexpr auto kCodeOfType = make_code_of_type();
+
+// What one put was asked besides the value.
+struct Target {
+  StoreCore& core;
+  std::string_view session;  // empty: unattached
+  Wait wait;
+  std::int32_t parent;
+};
+
+Target parse_target(StoreCore& core, nb::handle session, nb::handle timeout, nb::handle parent) {
+  Target target{core, {}, parse_timeout(timeout), -1};
+  if (!session.is_none()) {
+    target.session = parse_text(session, "a session id");
+    if (target.session.empty()) raise("BadName", "a session id has 1 to 63 bytes, not none");
+  }
+  if (!parent.is_none()) {
+    const long position = PyLong_Check(parent.ptr()) ? PyLong_AsLong(parent.ptr()) : -1;
+    if (position < 0 || position > std::numeric_limits<std::int32_t>::max()) {
+      PyErr_Clear();
+      raise("BadValue", "parent is a position in the session, counted from 0");
+    }
+    if (target.session.empty()) raise("BadValue", "parent is given, but no session");
+    target.parent = static_cast<std::int32_t>(position);
+  }
+  return target;
+}
+
+Draft reserve(const Target& target, std::uint64_t size) {
+  shmrl::Store& store = target.core.store();
+  Draft draft;
+  auto attempt = [&](const Wait& wait) {
+    return target.session.empty() ? store.reserve(size, wait, draft)
+                                  : store.reserve(size, target.session, wait, draft);
+  };
+  Status status = attempt(Wait{});
+  if (status == Status::full && target.wait.timeout_ns != 0) {
+    nb::gil_scoped_release released;
+    status = attempt(target.wait);
+  }
+  if (status == Status::full || status == Status::too_large) raise_full(store, status, size);
+  require(status);
+  return draft;
+}
+
+nb::object seal(const Target& target, Draft& draft, std::size_t payload_bytes) {
+  const Ref ref = draft.ref();
+  Hold hold;
+  require(target.core.store().seal(draft, target.session.empty() ? &hold : nullptr, target.parent));
+  return nb::steal(new_ref(ref, std::move(hold), static_cast<std::int64_t>(payload_bytes)));
+}
+
+void copy_payload(void* destination, const void* source, std::size_t size) {
+  if (size < kCopyWithoutGilMin) {
+    std::memcpy(destination, source, size);
+  } else {
+    nb::gil_scoped_release released;
+    copy_in(destination, source, size);
+  }
+}
+
+nb::object put_flat(const Target& target, const ValueHeader& header, const void* payload) {
+  Draft draft = reserve(target, sizeof(header) + header.payload_bytes);
+  std::memcpy(draft.data(), &header, sizeof(header));
+  if (header.payload_bytes > 0)
+    copy_payload(draft.data() + sizeof(header), payload, header.payload_bytes);
+  return seal(target, draft, header.payload_bytes);
+}
+
+// A header for arrays that this file writes itself; kind stays `bytes` for those it does not.
+ValueHeader plain_array_header(PyArrayObject* array) {
+  ValueHeader header;
+  PyArray_Descr* descr = PyArray_DESCR(array);
+  const int type = PyArray_TYPE(array);
+  const int ndim = PyArray_NDIM(array);
+  if (type < 0 || type >= NPY_NTYPES_LEGACY || kCodeOfType[static_cast<std::size_t>(type)] == 0 ||
+      !PyArray_IS_C_CONTIGUOUS(array) || ndim > static_cast<int>(kInlineDims) ||
+      !PyDataType_ISNOTSWAPPED(descr) || PyDataType_METADATA(descr) != nullptr)
+    return header;
+  header.kind = Kind::array;
+  header.dtype_code = kCodeOfType[static_cast<std::size_t>(type)];
+  header.ndim = static_cast<std::uint8_t>(ndim);
+  for (int i = 0; i < ndim; ++i)
+    header.shape[static_cast<std::size_t>(i)] = static_cast<std::uint64_t>(PyArray_DIM(array, i));
+  header.payload_bytes = static_cast<std::uint64_t>(PyArray_NBYTES(array));
+  return header;
+}
+
+nb::object put_encoded(const Target& target, nb::handle value) {
+  nb::object encoded = nb::steal(checked(PyObject_CallFunction(
+      g_hooks.encode, "OO", value.ptr(), target.core.allow_pickle ? Py_True : Py_False)));
+  nb::object head = encoded[0];
+  const auto head_bytes = static_cast<std::size_t>(PyBytes_GET_SIZE(head.ptr()));
+  const auto payload_bytes = nb::cast<std::uint64_t>(nb::object(encoded[1]));
+  Draft draft = reserve(target, head_bytes + payload_bytes);
+  std::memcpy(draft.data(), PyBytes_AS_STRING(head.ptr()), head_bytes);
+  // The writer gets the payload as a memoryview that is dead when it returns: it cannot be kept.
+  nb::object view = nb::steal(
+      checked(PyMemoryView_FromMemory(reinterpret_cast<char*>(draft.data() + head_bytes),
+                                      static_cast<Py_ssize_t>(payload_bytes), PyBUF_WRITE)));
+  nb::object write = encoded[2];
+  write(view);
+  return seal(target, draft, payload_bytes);
+}
+
+nb::object put(StoreCore& core, nb::handle value, nb::handle session, nb::handle timeout,
+               nb::handle parent) {
+  const Target target = parse_target(core, session, timeout, parent);
+  PyTypeObject* type = Py_TYPE(value.ptr());
+  if (type == &PyArray_Type) {
+    auto* array = reinterpret_cast<PyArrayObject*>(value.ptr());
+    const ValueHeader header = plain_array_header(array);
+    if (header.kind == Kind::array) return put_flat(target, header, PyArray_DATA(array));
+  } else if (type == &PyBytes_Type) {
+    ValueHeader header;
+    header.payload_bytes = static_cast<std::uint64_t>(PyBytes_GET_SIZE(value.ptr()));
+    return put_flat(target, header, PyBytes_AS_STRING(value.ptr()));
+  }
+  return put_encoded(target, value);
+}
+
+// One contiguous buffer of a caller, released when it goes.
+class SourceBuffer {
+ public:
+  explicit SourceBuffer(nb::handle source) {
+    if (PyObject_GetBuffer(source.ptr(), &view_, PyBUF_SIMPLE) < 0) {
+      PyErr_Clear();
+      raise("NotStorable",
+            std::string("expected contiguous bytes, not ") + Py_TYPE(source.ptr())->tp_name);
+    }
+  }
+  SourceBuffer(SourceBuffer&& other) noexcept : view_(other.view_) { other.view_.obj = nullptr; }
+  SourceBuffer(const SourceBuffer&) = delete;
+  SourceBuffer& operator=(const SourceBuffer&) = delete;
+  SourceBuffer& operator=(SourceBuffer&&) = delete;
+  ~SourceBuffer() { PyBuffer_Release(&view_); }
+  const void* data() const { return view_.buf; }
+  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+ private:
+  Py_buffer view_{};
+};
+
+nb::object put_parts(StoreCore& core, nb::handle head, nb::handle parts, nb::handle session,
+                     nb::handle timeout, nb::handle parent) {
+  const Target target = parse_target(core, session, timeout, parent);
+  std::vector<SourceBuffer> sources;
+  for (nb::handle part : parts) sources.emplace_back(part);
+  const SourceBuffer header(head);
+  std::size_t payload_bytes = 0;
+  for (const SourceBuffer& source : sources) payload_bytes += source.size();
+  Draft draft = reserve(target, header.size() + payload_bytes);
+  std::byte* at = draft.data();
+  std::memcpy(at, header.data(), header.size());
+  at += header.size();
+  for (const SourceBuffer& source : sources) {
+    if (source.size() > 0) copy_payload(at, source.data(), source.size());
+    at += source.size();
+  }
+  return seal(target, draft, payload_bytes);
+}
+
+nb::object reserve_draft(nb::handle self, std::uint64_t size, nb::handle session,
+                         nb::handle timeout, nb::handle parent) {
+  const Target target = parse_target(nb::cast<StoreCore&>(self), session, timeout, parent);
+  Draft draft = reserve(target, size);
+  return nb::steal(new_draft(self, std::move(draft), target.parent, target.session.empty()));
+}
+
+// -- get
+// --------------------------------------------------------------------------------------------
+
+Pin take_pin(StoreCore& core, nb::handle ref_object, nb::handle timeout) {
+  const Ref& ref = parse_ref(ref_object);
+  shmrl::Store& store = core.store();
+  const Wait wait = parse_timeout(timeout);
+  Pin pin;
+  Status status = store.pin(ref, Wait{}, pin);
+  if (status == Status::not_sealed && wait.timeout_ns != 0) {
+    nb::gil_scoped_release released;
+    status = store.pin(ref, wait, pin);
+  }
+  require(status);
+  return pin;
+}
+
+// Whether shape and item size cover exactly the payload, without overflow on scribbled shapes.
+bool covers_payload(const ValueHeader& header) {
+  std::uint64_t bytes = kSizeOfCode[header.dtype_code];
+  bool empty = false;
+  for (std::size_t i = 0; i < header.ndim; ++i) {
+    if (header.shape[i] > static_cast<std::uint64_t>(std::numeric_limits<npy_intp>::max()))
+      return false;
+    if (header.shape[i] == 0)
+      empty = true;
+    else if (__builtin_mul_overflow(bytes, header.shape[i], &bytes))
+      return false;
+  }
+  return header.payload_bytes == (empty ? 0 : bytes);
+}
+
+bool is_plain_array(const ValueHeader& header) {
+  return header.kind == Kind::array && header.dtype_code > 0 &&
+         header.dtype_code < kTypeOfCode.size() && header.ndim <= kInlineDims &&
+         (header.flags & kFortran) == 0;
+}
+
+nb::object array_over(Pin&& pin, const ValueHeader& header) {
+  if (!covers_payload(header)) raise("ArenaDamaged", "the object's shape is not its payload's");
+  std::array<npy_intp, kInlineDims> shape;
+  for (std::size_t i = 0; i < kInlineDims; ++i) shape[i] = static_cast<npy_intp>(header.shape[i]);
+  auto* data = const_cast<std::byte*>(pin.data()) + header.header_bytes;
+  PyArray_Descr* descr = PyArray_DescrFromType(kTypeOfCode[header.dtype_code]);
+  nb::object array = nb::steal(
+      checked(PyArray_NewFromDescr(&PyArray_Type, descr, header.ndim, shape.data(), nullptr, data,
+                                   NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED, nullptr)));
+  PyObject* base = new_pin(std::move(pin));
+  if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.ptr()), base) < 0)
+    nb::raise_python_error();
+  return array;
+}
+
+nb::object bytes_of(const std::byte* data, std::size_t size) {
+  nb::object bytes =
+      nb::steal(checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size))));
+  copy_payload(PyBytes_AS_STRING(bytes.ptr()), data, size);
+  return bytes;
+}
+
+// A private copy of the whole object, as an array of bytes that its views keep alive.
+nb::object private_copy(const Pin& pin) {
+  npy_intp size = static_cast<npy_intp>(pin.size());
+  nb::object copy = nb::steal(checked(PyArray_SimpleNew(1, &size, NPY_UINT8)));
+  copy_payload(PyArray_DATA(reinterpret_cast<PyArrayObject*>(copy.ptr())), pin.data(), pin.size());
+  return copy;
+}
+
+nb::object get(nb::handle self, nb::handle ref, nb::handle timeout, bool copy, nb::handle device) {
+  auto& core = nb::cast<StoreCore&>(self);
+  Pin pin = take_pin(core, ref, timeout);
+  ValueHeader header;
+  if (!read_header(pin.data(), pin.size(), header))
+    raise("ArenaDamaged", "the object does not begin with a value header");
+  if (device.is_none()) {
+    if (is_plain_array(header)) {
+      nb::object array = array_over(std::move(pin), header);
+      if (!copy) return array;
+      return nb::steal(
+          checked(PyArray_NewCopy(reinterpret_cast<PyArrayObject*>(array.ptr()), NPY_KEEPORDER)));
+    }
+    if (header.kind == Kind::bytes)
+      return bytes_of(pin.data() + header.header_bytes, header.payload_bytes);
+  }
+  nb::object base = copy ? private_copy(pin) : nb::steal(new_pin(std::move(pin)));
+  nb::object whole = nb::steal(checked(PyMemoryView_FromObject(base.ptr())));
+  if (!device.is_none())
+    return nb::steal(checked(PyObject_CallFunctionObjArgs(g_hooks.to_device, self.ptr(),
+                                                          whole.ptr(), device.ptr(), nullptr)));
+  return nb::steal(checked(PyObject_CallFunctionObjArgs(
+      g_hooks.decode, whole.ptr(), core.allow_pickle ? Py_True : Py_False, nullptr)));
+}
+
+nb::object pin_object(StoreCore& core, nb::handle ref, nb::handle timeout) {
+  return nb::steal(new_pin(take_pin(core, ref, timeout)));
+}
+
+nb::object hold(StoreCore& core, nb::handle ref_object) {
+  const Ref& ref = parse_ref(ref_object);
+  Hold hold;
+  require(core.store().hold(ref, hold));
+  return nb::steal(new_ref(ref, std::move(hold)));
+}
+
+std::uint64_t free_refs(StoreCore& core, nb::handle refs, bool strict) {
+  std::uint64_t ended = 0;
+  if (is_ref(refs)) {
+    require(core.store().free({&parse_ref(refs), 1}, strict, ended));
+    return ended;
+  }
+  std::vector<Ref> all;
+  nb::object iterator = nb::steal(PyObject_GetIter(refs.ptr()));
+  if (!iterator.is_valid()) {
+    PyErr_Clear();
+    raise("BadRef",
+          std::string("expected an ObjectRef or several, not ") + Py_TYPE(refs.ptr())->tp_name);
+  }
+  while (PyObject* item = PyIter_Next(iterator.ptr())) {
+    nb::object owned = nb::steal(item);
+    all.push_back(parse_ref(owned));
+  }
+  if (PyErr_Occurred()) nb::raise_python_error();
+  require(core.store().free(all, strict, ended));
+  return ended;
+}
+
+void copy_into(nb::handle destination, nb::handle source) {
+  Py_buffer target{};
+  if (PyObject_GetBuffer(destination.ptr(), &target, PyBUF_WRITABLE) < 0) nb::raise_python_error();
+  struct Guard {
+    Py_buffer& view;
+    ~Guard() { PyBuffer_Release(&view); }
+  } guard{target};
+  const SourceBuffer from(source);
+  if (static_cast<std::size_t>(target.len) != from.size())
+    raise("BadValue", "copy_into needs two buffers of one length, not " +
+                          std::to_string(target.len) + " and " + std::to_string(from.size()));
+  if (from.size() > 0) copy_payload(target.buf, from.data(), from.size());
+}
+
+void* import_numpy() {
+  import_array();
+  return &g_hooks;
+}
+
+}  // namespace
+
+void bind_objects(nb::class_<StoreCore>& type) {
+  if (import_numpy() == nullptr) nb::raise_python_error();
+  using nb::arg;
+  const auto none = [](const char* name) { return arg(name) = nb::none(); };
+  type.def("put", &put, arg("value").none(), none("session"), none("timeout"), nb::kw_only(),
+           none("parent"))
+      .def("put_parts", &put_parts, arg("head"), arg("parts"), none("session"), none("timeout"),
+           none("parent"))
+      .def("reserve", &reserve_draft, arg("size"), none("session"), none("timeout"), none("parent"))
+      .def("get", &get, arg("ref").none(), none("timeout"), arg("copy") = false, none("device"))
+      .def("pin", &pin_object, arg("ref").none(), none("timeout"))
+      .def("hold", &hold, arg("ref").none())
+      .def("free", &free_refs, arg("refs").none(), arg("strict") = false);
+}
+
+void bind_copy(nb::module_& module) {
+  module.def("copy_into", &copy_into, nb::arg("destination"), nb::arg("source"));
+}
+
+}  // namespace shmrl::py

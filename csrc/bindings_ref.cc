@@ -1,0 +1,534 @@
+// ObjectRef, Pin, DraftHandle and Unguarded: see bindings_ref.h.
+
+#include "bindings_ref.h"
+
+#include <structmember.h>
+
+#include <array>
+#include <cstring>
+#include <new>
+#include <unordered_map>
+#include <vector>
+
+#include "bindings_store.h"
+#include "bindings_values.h"
+
+namespace shmrl::py {
+
+PyTypeObject* g_ref_type = nullptr;
+PyTypeObject* g_pin_type = nullptr;
+PyTypeObject* g_draft_type = nullptr;
+
+namespace {
+
+PyObject* g_restore_ref = nullptr;  // the function that unpickles a ref
+
+// What this thread pickles or unpickles refs into; null outside collecting_refs / adopting_refs.
+thread_local PyObject* t_collector = nullptr;
+thread_local PyObject* t_adopter = nullptr;
+
+std::unordered_multimap<std::uint64_t, StoreCore*>& stores() {
+  static auto* map = new std::unordered_multimap<std::uint64_t, StoreCore*>;  // outlives finalizers
+  return *map;
+}
+
+RefObject* as_ref(PyObject* self) { return reinterpret_cast<RefObject*>(self); }
+PinObject* as_pin(PyObject* self) { return reinterpret_cast<PinObject*>(self); }
+DraftObject* as_draft(PyObject* self) { return reinterpret_cast<DraftObject*>(self); }
+
+template <class T>
+T* allocate(PyTypeObject* type) {
+  T* object = PyObject_New(T, type);
+  if (object == nullptr) nb::raise_python_error();
+  return object;
+}
+
+void release(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+// Runs a body that throws nb::python_error, as a C slot that returns null.
+template <class Body>
+auto guarded(Body&& body) noexcept -> decltype(body()) {
+  try {
+    return body();
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  if constexpr (std::is_pointer_v<decltype(body())>)
+    return nullptr;
+  else
+    return -1;
+}
+
+// -- ObjectRef ------------------------------------------------------------------------------------
+
+void ref_dealloc(PyObject* self) {
+  if (as_ref(self)->weakrefs != nullptr) PyObject_ClearWeakRefs(self);
+  as_ref(self)->hold.~Hold();
+  release(self);
+}
+
+Py_hash_t ref_hash(PyObject* self) {
+  const Ref& ref = as_ref(self)->ref;
+  std::uint64_t mixed = ref.generation * 0x9E3779B97F4A7C15ull ^ ref.arena;
+  mixed ^= mixed >> 29;
+  const auto hash = static_cast<Py_hash_t>(mixed);
+  return hash == -1 ? -2 : hash;
+}
+
+PyObject* ref_compare(PyObject* self, PyObject* other, int operation) {
+  if (!is_ref(other)) Py_RETURN_NOTIMPLEMENTED;
+  const auto order = as_ref(self)->ref <=> as_ref(other)->ref;
+  Py_RETURN_RICHCOMPARE(order < 0 ? -1 : (order > 0 ? 1 : 0), 0, operation);
+}
+
+PyObject* ref_bytes(PyObject* self, PyObject*) {
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&as_ref(self)->ref), sizeof(Ref));
+}
+
+PyObject* ref_hex(PyObject* self, PyObject*) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::array<unsigned char, sizeof(Ref)> raw;
+  std::memcpy(raw.data(), &as_ref(self)->ref, sizeof(Ref));
+  std::array<char, 2 * sizeof(Ref)> text;
+  for (std::size_t i = 0; i < raw.size(); ++i) {
+    text[2 * i] = kDigits[raw[i] >> 4];
+    text[2 * i + 1] = kDigits[raw[i] & 15];
+  }
+  return PyUnicode_FromStringAndSize(text.data(), text.size());
+}
+
+PyObject* ref_repr(PyObject* self) {
+  const Ref& ref = as_ref(self)->ref;
+  return PyUnicode_FromFormat("<ObjectRef %u.%llu of arena %016llx%s>", ref.index,
+                              static_cast<unsigned long long>(ref.generation),
+                              static_cast<unsigned long long>(ref.arena),
+                              as_ref(self)->hold ? "" : ", a name");
+}
+
+Ref decode_ref(const void* bytes, Py_ssize_t size) {
+  Ref ref;
+  if (size != sizeof(Ref))
+    raise("BadRef",
+          "a ref has " + std::to_string(sizeof(Ref)) + " bytes, not " + std::to_string(size));
+  std::memcpy(&ref, bytes, sizeof(Ref));
+  if (!well_formed(ref)) raise("BadRef", "these bytes are not a ref: forged or damaged");
+  return ref;
+}
+
+PyObject* ref_from_bytes(PyObject*, PyObject* data) {
+  return guarded([&]() -> PyObject* {
+    if (!PyBytes_Check(data))
+      raise("BadRef", std::string("expected the bytes of a ref, not ") + Py_TYPE(data)->tp_name);
+    return new_ref(decode_ref(PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data)), Hold());
+  });
+}
+
+PyObject* ref_from_hex(PyObject*, PyObject* text) {
+  return guarded([&]() -> PyObject* {
+    if (!PyUnicode_Check(text))
+      raise("BadRef", std::string("expected the hex text of a ref, not ") + Py_TYPE(text)->tp_name);
+    PyObject* data =
+        PyObject_CallMethod(reinterpret_cast<PyObject*>(&PyBytes_Type), "fromhex", "O", text);
+    if (data == nullptr) {
+      PyErr_Clear();
+      raise("BadRef", "this text is not the hex form of a ref");
+    }
+    nb::object owned = nb::steal(data);
+    return new_ref(decode_ref(PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data)), Hold());
+  });
+}
+
+PyObject* ref_reduce(PyObject* self, PyObject*) {
+  if (t_collector != nullptr && PyList_Append(t_collector, self) < 0) return nullptr;
+  PyObject* bytes = ref_bytes(self, nullptr);
+  return bytes == nullptr ? nullptr : Py_BuildValue("O(N)", g_restore_ref, bytes);
+}
+
+PyObject* ref_copy(PyObject* self, PyObject*) { return Py_NewRef(self); }
+
+StoreCore& store_of(const Ref& ref) {
+  StoreCore* store = find_store(ref.arena);
+  if (store == nullptr)
+    raise("StoreClosed", "no open store of this process is attached to the arena of this ref");
+  return *store;
+}
+
+PyObject* ref_alive(PyObject* self, void*) {
+  return guarded([&]() -> PyObject* {
+    const Ref& ref = as_ref(self)->ref;
+    const Status status = store_of(ref).store().probe(ref);
+    if (status == Status::freed) Py_RETURN_FALSE;
+    if (status != Status::not_sealed) require(status);
+    Py_RETURN_TRUE;
+  });
+}
+
+PyObject* ref_nbytes(PyObject* self, void*) {
+  return guarded([&]() -> PyObject* {
+    RefObject* object = as_ref(self);
+    if (object->payload_bytes < 0) {
+      Pin pin;
+      require(store_of(object->ref).store().pin(object->ref, Wait{}, pin));
+      ValueHeader header;
+      object->payload_bytes = static_cast<std::int64_t>(
+          read_header(pin.data(), pin.size(), header) ? header.payload_bytes : pin.size());
+    }
+    return PyLong_FromLongLong(object->payload_bytes);
+  });
+}
+
+PyObject* ref_counted(PyObject* self, void*) {
+  return PyBool_FromLong(static_cast<bool>(as_ref(self)->hold));
+}
+
+PyMethodDef ref_methods[] = {
+    {"hex", ref_hex, METH_NOARGS, "The ref as 48 hex digits; `from_hex` reads them."},
+    {"__bytes__", ref_bytes, METH_NOARGS, "The ref as 24 bytes; `from_bytes` reads them."},
+    {"from_hex", ref_from_hex, METH_O | METH_STATIC, "A plain name from `hex()`; BadRef."},
+    {"from_bytes", ref_from_bytes, METH_O | METH_STATIC, "A plain name from bytes(ref); BadRef."},
+    {"__reduce__", ref_reduce, METH_NOARGS, nullptr},
+    {"__copy__", ref_copy, METH_NOARGS, nullptr},
+    {"__deepcopy__", ref_copy, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef ref_getters[] = {
+    {"alive", ref_alive, nullptr,
+     "Whether the object has not ended (it may be under construction).", nullptr},
+    {"nbytes", ref_nbytes, nullptr, "Bytes of the value, without the header of the store.",
+     nullptr},
+    {"counted", ref_counted, nullptr, "Whether this reference keeps a never-attached object alive.",
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyMemberDef ref_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(RefObject, weakrefs), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyType_Slot ref_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(ref_dealloc)},
+    {Py_tp_hash, reinterpret_cast<void*>(ref_hash)},
+    {Py_tp_richcompare, reinterpret_cast<void*>(ref_compare)},
+    {Py_tp_repr, reinterpret_cast<void*>(ref_repr)},
+    {Py_tp_methods, ref_methods},
+    {Py_tp_getset, ref_getters},
+    {Py_tp_members, ref_members},
+    {Py_tp_doc, const_cast<char*>("The name of an object, equal in all processes.")},
+    {0, nullptr}};
+
+PyType_Spec ref_spec = {
+    "shmstore._core.ObjectRef", sizeof(RefObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, ref_slots};
+
+// -- Pin
+// --------------------------------------------------------------------------------------------
+
+void pin_dealloc(PyObject* self) {
+  as_pin(self)->pin.~Pin();
+  release(self);
+}
+
+int pin_buffer(PyObject* self, Py_buffer* view, int flags) {
+  Pin& pin = as_pin(self)->pin;
+  return PyBuffer_FillInfo(view, self, const_cast<std::byte*>(pin.data()),
+                           static_cast<Py_ssize_t>(pin.size()), /*readonly=*/1, flags);
+}
+
+PyType_Slot pin_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(pin_dealloc)},
+    {Py_bf_getbuffer, reinterpret_cast<void*>(pin_buffer)},
+    {Py_tp_doc, const_cast<char*>("Keeps the bytes of one object in place; a read-only buffer.")},
+    {0, nullptr}};
+
+PyType_Spec pin_spec = {
+    "shmstore._core.Pin", sizeof(PinObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, pin_slots};
+
+// -- Unguarded
+// --------------------------------------------------------------------------------------
+
+struct UnguardedObject {
+  PyObject_HEAD;
+  Py_buffer source;
+};
+
+UnguardedObject* as_unguarded(PyObject* self) { return reinterpret_cast<UnguardedObject*>(self); }
+
+PyObject* unguarded_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  PyObject* source = nullptr;
+  if (kwargs != nullptr || !PyArg_ParseTuple(args, "O", &source)) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "Unguarded takes one buffer");
+    return nullptr;
+  }
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self != nullptr && PyObject_GetBuffer(source, &as_unguarded(self)->source, PyBUF_SIMPLE) < 0)
+    Py_CLEAR(self);
+  return self;
+}
+
+void unguarded_dealloc(PyObject* self) {
+  PyBuffer_Release(&as_unguarded(self)->source);
+  release(self);
+}
+
+int unguarded_buffer(PyObject* self, Py_buffer* view, int flags) {
+  Py_buffer& source = as_unguarded(self)->source;
+  return PyBuffer_FillInfo(view, self, source.buf, source.len, /*readonly=*/0, flags);
+}
+
+PyType_Slot unguarded_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(unguarded_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(unguarded_dealloc)},
+    {Py_bf_getbuffer, reinterpret_cast<void*>(unguarded_buffer)},
+    {Py_tp_doc, const_cast<char*>("Passes a read-only buffer as writable, for torch, which has no "
+                                  "read-only tensors and would warn. Nobody may write to it.")},
+    {0, nullptr}};
+
+PyType_Spec unguarded_spec = {"shmstore._core.Unguarded", sizeof(UnguardedObject), 0,
+                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, unguarded_slots};
+
+// -- DraftHandle
+// ------------------------------------------------------------------------------------
+
+// All Python views of a draft's bytes are based on one DraftView object (numpy keeps the exporter,
+// not the buffer, so counting buffers would miss it). While it lives the bytes must stay in place,
+// sealed, discarded or not: somebody could still write through it.
+struct DraftView {
+  PyObject_HEAD;
+  DraftObject* draft;  // owned
+};
+
+DraftView* as_view(PyObject* self) { return reinterpret_cast<DraftView*>(self); }
+PyTypeObject* g_view_type = nullptr;
+
+void view_dealloc(PyObject* self) {
+  DraftObject* draft = as_view(self)->draft;
+  draft->view = nullptr;
+  draft->kept.reset();
+  Py_DECREF(draft);
+  release(self);
+}
+
+int view_buffer(PyObject* self, Py_buffer* view, int flags) {
+  DraftObject* draft = as_view(self)->draft;
+  const bool readonly = draft->sealed || draft->dropped;
+  return PyBuffer_FillInfo(view, self, draft->data, draft->size, readonly ? 1 : 0, flags);
+}
+
+PyType_Slot view_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(view_dealloc)},
+    {Py_bf_getbuffer, reinterpret_cast<void*>(view_buffer)},
+    {Py_tp_doc, const_cast<char*>("The writable bytes of an object under construction.")},
+    {0, nullptr}};
+
+PyType_Spec view_spec = {
+    "shmstore._core.DraftView", sizeof(DraftView), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, view_slots};
+
+void draft_dealloc(PyObject* self) {
+  DraftObject* object = as_draft(self);
+  object->draft.~Draft();
+  object->kept.~Pin();
+  Py_XDECREF(object->store);
+  release(self);
+}
+
+shmrl::Store& store_of_draft(DraftObject* object) {
+  return nb::inst_ptr<StoreCore>(nb::handle(object->store))->store();
+}
+
+void require_open_draft(DraftObject* object) {
+  if (object->sealed || object->dropped)
+    raise("BadValue", object->sealed ? "the draft is sealed already" : "the draft was discarded");
+}
+
+PyObject* draft_seal(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    DraftObject* object = as_draft(self);
+    require_open_draft(object);
+    ValueHeader header;
+    const bool parsed = read_header(object->data, static_cast<std::uint64_t>(object->size), header);
+    const Ref ref = object->draft.ref();
+    Hold hold;
+    Pin* keep = object->view != nullptr ? &object->kept : nullptr;
+    const Status status = store_of_draft(object).seal(
+        object->draft, object->unattached ? &hold : nullptr, object->parent, keep);
+    if (status == Status::freed) object->dropped = true;
+    require(status);
+    object->sealed = true;
+    return new_ref(ref, std::move(hold),
+                   parsed ? static_cast<std::int64_t>(header.payload_bytes) : object->size);
+  });
+}
+
+PyObject* draft_discard(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    DraftObject* object = as_draft(self);
+    if (object->sealed || object->dropped) Py_RETURN_NONE;
+    object->dropped = true;
+    if (object->view == nullptr) {
+      require(store_of_draft(object).discard(object->draft));
+    } else {
+      // Writable views of the bytes exist: end the object, but let the bytes stay until they go.
+      const Ref ref = object->draft.ref();
+      std::uint64_t ended = 0;
+      require(store_of_draft(object).free({&ref, 1}, false, ended));
+    }
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* draft_ref(PyObject* self, void*) {
+  return guarded([&]() -> PyObject* {
+    DraftObject* object = as_draft(self);
+    require_open_draft(object);
+    return new_ref(object->draft.ref(), Hold());
+  });
+}
+
+PyObject* draft_view(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    DraftObject* object = as_draft(self);
+    require_open_draft(object);
+    if (object->view != nullptr) return Py_NewRef(object->view);
+    auto* view = allocate<DraftView>(g_view_type);
+    view->draft = reinterpret_cast<DraftObject*>(Py_NewRef(self));
+    object->view = reinterpret_cast<PyObject*>(view);
+    return object->view;
+  });
+}
+
+PyMethodDef draft_methods[] = {
+    {"view", draft_view, METH_NOARGS, "The writable bytes, as a buffer."},
+    {"seal", draft_seal, METH_NOARGS, "Publish the bytes; returns the ref."},
+    {"discard", draft_discard, METH_NOARGS, "End the object unsealed; no error when it is over."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef draft_getters[] = {
+    {"ref", draft_ref, nullptr, "The ref before the seal, a plain name: a get on it waits.",
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyType_Slot draft_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(draft_dealloc)},
+    {Py_tp_methods, draft_methods},
+    {Py_tp_getset, draft_getters},
+    {Py_tp_doc, const_cast<char*>("An object under construction: view, then seal or discard.")},
+    {0, nullptr}};
+
+PyType_Spec draft_spec = {
+    "shmstore._core.DraftHandle", sizeof(DraftObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, draft_slots};
+
+PyTypeObject* add_type(nb::module_& module, const char* name, PyType_Spec& spec) {
+  PyObject* type = checked(PyType_FromSpec(&spec));
+  module.attr(name) = nb::handle(type);
+  return reinterpret_cast<PyTypeObject*>(type);  // one reference is kept for good
+}
+
+// -- refs inside messages -------------------------------------------------------------------------
+
+nb::object restore_ref(nb::handle data) {
+  if (!PyBytes_Check(data.ptr())) raise("BadRef", "a pickled ref holds bytes");
+  const Ref ref = decode_ref(PyBytes_AS_STRING(data.ptr()), PyBytes_GET_SIZE(data.ptr()));
+  Hold hold;
+  if (t_adopter != nullptr) {
+    const Status status = nb::inst_ptr<StoreCore>(nb::handle(t_adopter))->store().hold(ref, hold);
+    if (status != Status::freed && status != Status::foreign_ref && status != Status::not_sealed)
+      require(status);
+  }
+  return nb::steal(new_ref(ref, std::move(hold)));
+}
+
+// Installs an object (None: nothing) in a thread's slot and returns what was there.
+nb::object swap_slot(PyObject*& slot, nb::handle next) {
+  PyObject* before = slot;
+  slot = next.is_none() ? nullptr : Py_NewRef(next.ptr());
+  return before == nullptr ? nb::none() : nb::steal(before);
+}
+
+nb::object swap_ref_collector(nb::handle next) {
+  if (!next.is_none() && !PyList_Check(next.ptr())) raise("BadValue", "a collector is a list");
+  return swap_slot(t_collector, next);
+}
+
+nb::object swap_ref_adopter(nb::handle next) {
+  if (!next.is_none() && !nb::isinstance<StoreCore>(next))
+    raise("BadValue", "refs are adopted by a store");
+  return swap_slot(t_adopter, next);
+}
+
+}  // namespace
+
+void add_types(nb::module_& module) {
+  g_ref_type = add_type(module, "ObjectRef", ref_spec);
+  g_pin_type = add_type(module, "Pin", pin_spec);
+  g_draft_type = add_type(module, "DraftHandle", draft_spec);
+  g_view_type = add_type(module, "DraftView", view_spec);
+  add_type(module, "Unguarded", unguarded_spec);
+  module.def("restore_ref", &restore_ref, nb::arg("data"));
+  module.def("swap_ref_collector", &swap_ref_collector, nb::arg("collector").none());
+  module.def("swap_ref_adopter", &swap_ref_adopter, nb::arg("store").none());
+  g_restore_ref = nb::object(module.attr("restore_ref")).release().ptr();
+}
+
+const Ref& parse_ref(nb::handle object) {
+  if (!is_ref(object)) [[unlikely]]
+    raise("BadRef", std::string("expected an ObjectRef, not ") + Py_TYPE(object.ptr())->tp_name +
+                        "; ObjectRef.from_bytes and from_hex make one");
+  return as_ref(object.ptr())->ref;
+}
+
+PyObject* new_ref(const Ref& ref, Hold&& hold, std::int64_t payload_bytes) {
+  auto* object = allocate<RefObject>(g_ref_type);
+  object->ref = ref;
+  object->payload_bytes = payload_bytes;
+  object->weakrefs = nullptr;
+  new (&object->hold) Hold(std::move(hold));
+  return reinterpret_cast<PyObject*>(object);
+}
+
+PyObject* new_pin(Pin&& pin) {
+  auto* object = allocate<PinObject>(g_pin_type);
+  new (&object->pin) Pin(std::move(pin));
+  return reinterpret_cast<PyObject*>(object);
+}
+
+PyObject* new_draft(nb::handle store, Draft&& draft, std::int32_t parent, bool unattached) {
+  auto* object = allocate<DraftObject>(g_draft_type);
+  new (&object->draft) Draft(std::move(draft));
+  new (&object->kept) Pin();
+  object->store = Py_NewRef(store.ptr());
+  object->data = object->draft.data();
+  object->size = static_cast<Py_ssize_t>(object->draft.size());
+  object->view = nullptr;
+  object->parent = parent;
+  object->unattached = unattached;
+  object->sealed = object->dropped = false;
+  return reinterpret_cast<PyObject*>(object);
+}
+
+void register_store(std::uint64_t arena_id, StoreCore* store) { stores().emplace(arena_id, store); }
+
+void unregister_store(std::uint64_t arena_id, StoreCore* store) {
+  auto [begin, end] = stores().equal_range(arena_id);
+  for (auto at = begin; at != end; ++at)
+    if (at->second == store) {
+      stores().erase(at);
+      return;
+    }
+}
+
+StoreCore* find_store(std::uint64_t arena_id) {
+  auto [begin, end] = stores().equal_range(arena_id);
+  for (auto at = begin; at != end; ++at)
+    if (at->second->is_open()) return at->second;
+  return nullptr;
+}
+
+}  // namespace shmrl::py

@@ -1,0 +1,295 @@
+"""Everything that a user can get wrong raises the class that says so, and the store goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmstore import (
+    ArenaDamaged,
+    BadName,
+    BadRef,
+    BadValue,
+    LayoutMismatch,
+    NotThereYet,
+    ObjectRef,
+    Store,
+    StoreClosed,
+    StoreDenied,
+    StoreError,
+    StoreExists,
+    StoreNotFound,
+    StoreSuperseded,
+    _core,
+    errors,
+    usage,
+)
+from shmstore.testing import Puppet, temporary_store, unique_name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "a/b", "../x", "-x", "a b", "ü", "x" * 65, "a\0b", 3, None, b"x"],
+    ids=repr,
+)
+def test_a_wrong_arena_name_is_a_bad_name(name: Any) -> None:
+    for call in (Store.attach, Store.create, Store.unlink):
+        with pytest.raises(BadName):
+            call(name)
+
+
+@pytest.mark.parametrize(
+    "capacity",
+    [
+        0,
+        -1,
+        1,
+        4095,
+        "0",
+        "-5GiB",
+        "4 parsecs",
+        "",
+        "GiB",
+        1 << 60,
+        "9999TiB",
+        1.5,
+        None,
+        True,
+        b"4",
+    ],
+    ids=repr,
+)
+def test_an_absurd_capacity_is_a_bad_value_and_makes_nothing(capacity: Any) -> None:
+    name = unique_name()
+    with pytest.raises(BadValue):
+        Store.create(name, capacity)
+    assert name not in Store.list()
+
+
+def test_the_smallest_capacity_is_stated() -> None:
+    with pytest.raises(BadValue, match=r"1048576|1 MiB"):
+        Store.create(unique_name(), 4096)
+
+
+@pytest.mark.parametrize("size", ["512MiB", "0.5GiB", " 512 mib ", "512M", 512 << 20])
+def test_sizes_have_many_spellings(size: int | str) -> None:
+    assert usage.parse_size(size) == 512 << 20
+    assert usage.parse_size("1GB") == 10**9
+    assert usage.format_size(512 << 20) == "512.0 MiB"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_objects": 0},
+        {"max_objects": 1 << 40},
+        {"max_sessions": -3},
+        {"max_sessions": "many"},
+        {"max_owners": 5000},
+        {"spin_s": -1},
+        {"spin_s": 5},
+    ],
+    ids=repr,
+)
+def test_table_sizes_out_of_range_are_bad_values(options: dict[str, Any]) -> None:
+    with pytest.raises(BadValue):
+        Store.create(unique_name(), "4MiB", **options)
+
+
+def test_spilling_is_not_there_yet_and_says_so() -> None:
+    with pytest.raises(NotThereYet, match="spill_dir"):
+        Store.create(unique_name(), "4MiB", spill_dir="/tmp")
+
+
+def test_a_missing_a_taken_and_a_removed_name(store: Store) -> None:
+    with pytest.raises(StoreNotFound) as caught:
+        Store.attach("no-such-arena-anywhere")
+    assert isinstance(caught.value, FileNotFoundError)
+    with pytest.raises(StoreNotFound):
+        Store.unlink("no-such-arena-anywhere")
+    with pytest.raises(StoreExists) as taken:
+        Store.create(store.name, "4MiB")
+    assert isinstance(taken.value, FileExistsError)
+
+
+def test_an_unlinked_arena_works_on_for_those_who_have_it() -> None:
+    with temporary_store("4MiB") as store:
+        ref = store.put(b"x")
+        Store.unlink(store.name)
+        assert store.name not in Store.list()
+        with pytest.raises(StoreNotFound):
+            Store.attach(store.name)
+        assert store.get(ref) == b"x"
+
+
+def test_a_late_unlink_does_not_take_the_successors_name() -> None:
+    with temporary_store("4MiB") as old:
+        Store.unlink(old.name)
+        with Puppet() as puppet:
+            puppet.call(lambda state, n: state.update(s=Store.create(n, "4MiB")), old.name)
+            with pytest.raises(StoreSuperseded):
+                Store.unlink(old.name)
+            assert old.name in Store.list()
+            puppet.call(lambda state, n: Store.unlink(n), old.name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")
+def test_another_users_arena_is_denied() -> None:
+    with temporary_store("4MiB") as store:
+        path = store.path
+        os.chown(path, 12345, 12345)
+        try:
+            with Puppet() as puppet, pytest.raises(StoreDenied) as caught:
+                puppet.call(lambda state, n: Store.attach(n) and None, store.name)
+            assert isinstance(caught.value, PermissionError)
+        finally:
+            os.chown(path, 0, 0)
+
+
+def copy_of(store: Store, name: str) -> Path:
+    """A byte-for-byte copy of an arena's file under another arena name."""
+    path = Path(store.path)
+    target = path.with_name(path.name.replace(store.name, name))
+    target.write_bytes(path.read_bytes())
+    target.chmod(0o600)
+    return target
+
+
+def test_a_file_that_is_no_arena_is_damaged_and_of_another_version_a_mismatch() -> None:
+    name = unique_name()
+    with temporary_store("2MiB", max_objects=64, max_sessions=16) as store:
+        store.put(b"x")
+        target = copy_of(store, name)
+    try:
+        whole = target.read_bytes()
+        for damage in (b"", b"short", bytes(len(whole)), whole[:4096], b"\xff" * len(whole)):
+            target.write_bytes(damage)
+            with pytest.raises((ArenaDamaged, LayoutMismatch)):
+                Store.attach(name)
+        version = struct.pack("<I", _core.LAYOUT_VERSION)
+        place = whole.index(version, 8, 64)
+        target.write_bytes(whole[:place] + struct.pack("<I", 9999) + whole[place + 4 :])
+        with pytest.raises(LayoutMismatch, match="9999"):
+            Store.attach(name)
+    finally:
+        Store.unlink(name)
+
+
+def test_scribbled_arenas_raise_and_never_crash_or_hang() -> None:
+    """Random bytes over a copy, then every read: an error of ours or an answer, in a puppet."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    name = unique_name()
+    with temporary_store("1MiB", max_objects=64, max_sessions=16) as store:
+        store.sessions.open("s", owner="o")
+        refs = [store.put(np.arange(50), session="s") for _ in range(5)] + [store.put({"a": b"x"})]
+        names = [bytes(ref) for ref in refs]
+        target = copy_of(store, name)
+        whole = bytearray(target.read_bytes())
+        del refs
+        store.sessions.release(["s"], owner="o")
+
+    def poke(state: Any, name: str, names: list[bytes]) -> int:
+        failures = 0
+        try:
+            with Store.attach(name) as store:
+                for raw in names:
+                    for call in (store.get, store.hold, store.free):
+                        try:
+                            call(ObjectRef.from_bytes(raw))
+                        except StoreError:
+                            failures += 1
+                for act in (store.check, store.stats, store.sweep, lambda: store.put(b"y")):
+                    try:
+                        act()
+                    except StoreError:
+                        failures += 1
+        except StoreError:
+            failures += 1
+        return failures
+
+    rng = random.Random(seed)
+    try:
+        with Puppet() as puppet:
+            for _ in range(60):
+                damaged = bytearray(whole)
+                for _ in range(rng.choice((1, 4, 64))):
+                    at = rng.randrange(64, min(len(damaged), 256 << 10))
+                    damaged[at] = rng.randrange(256)
+                target.write_bytes(damaged)
+                puppet.call(poke, name, names)
+    finally:
+        Store.unlink(name)
+
+
+def test_forged_damaged_and_foreign_refs_are_bad_refs(store: Store) -> None:
+    ref = store.put(b"x")
+    raw = bytearray(bytes(ref))
+    for at in range(24):
+        forged = bytearray(raw)
+        forged[at] ^= 0x40
+        with pytest.raises(BadRef):
+            store.get(ObjectRef.from_bytes(bytes(forged)))
+    for bad in (b"", b"x" * 23, b"x" * 24, b"x" * 25):
+        with pytest.raises(BadRef):
+            ObjectRef.from_bytes(bad)
+    for text in ("", "zz" * 24, "00" * 23, ref.hex()[:-1]):
+        with pytest.raises(BadRef):
+            ObjectRef.from_hex(text)
+    for wrong in (None, 3, "text", ref.hex(), bytes(ref), [ref]):
+        with pytest.raises(BadRef):
+            store.get(wrong)  # type: ignore[arg-type]
+    for wrong in (3, [3], [ref, "x"], None):
+        with pytest.raises(BadRef):
+            store.free(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        ObjectRef()
+    assert store.get(ref) == b"x"
+
+
+def test_a_closed_and_a_never_opened_store_say_so() -> None:
+    with temporary_store("4MiB") as store:
+        ref = store.put(1)
+        store.close()
+        for call in (
+            lambda: store.get(ref),
+            lambda: store.put(1),
+            lambda: store.free(ref),
+            store.stats,
+            store.check,
+            store.sweep,
+            lambda: store.build(1),
+            lambda: store.sessions.open("a", "b"),
+            lambda: store.sessions.list(),
+        ):
+            with pytest.raises(StoreClosed):
+                call()
+        assert "not open" in repr(store)
+    with pytest.raises(StoreClosed, match=r"Store\.create"):
+        Store().put(1)
+
+
+def test_errors_are_one_tree_whose_drawing_is_true() -> None:
+    classes = [getattr(errors, name) for name in errors.__all__]
+    assert all(issubclass(cls, errors.StoreError) for cls in classes)
+    assert errors.__doc__ is not None
+    drawn = {line.split("──")[1].split()[0] for line in errors.__doc__.splitlines() if "──" in line}
+    assert drawn == set(errors.__all__) - {"StoreError"}
+    for cls in classes:
+        parents = [base for base in cls.__bases__ if issubclass(base, errors.StoreError)]
+        assert len(parents) == 1
+
+
+def test_errors_can_be_pickled_with_their_facts() -> None:
+    import pickle
+
+    full = errors.StoreFull("m", needed=1, free=2, largest_free=3, holders={"a": 4})
+    again = pickle.loads(pickle.dumps(full))
+    assert (str(again), again.needed, again.holders) == ("m", 1, {"a": 4})
+    assert pickle.loads(pickle.dumps(errors.NotOwner("m", ("a",)))).ids == ("a",)

@@ -1,0 +1,433 @@
+"""One conversation under way: what an environment holds as its `Session` (lifecycle L05, L11, L13).
+
+Token in, token out: what the policy sampled goes back into the next request as the same tokens, and
+each run of tokens with one origin becomes one segment of the session's trace. A segment is stored
+when its routing is known: the tokens of a prompt or a tool are kept back until the engine, at the
+next request, reports the experts they were routed to.
+
+A rollout that was aborted goes on by running its environment again: what it says is compared with
+the recorded trace, and finished turns are answered from there, without the engine, until the point
+where it stopped. An environment that says something else than before leaves the record there, and
+the rest of the old trace is cut away.
+
+Belongs to one task of the producer's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shmstore import StoreFull
+from trainer.engine.protocol import Engine, GenerateRequest, Generation, SamplingParams, Tokenizer
+from trainer.environment import RolloutAborted, Turn
+from trainer.errors import EngineError
+from trainer.rollout import (
+    IGNORE_LABEL,
+    NO_MODEL_STEP,
+    FinishReason,
+    Message,
+    Prompt,
+    Rollout,
+    Segment,
+    narrowest_unsigned,
+)
+from trainer.trace import TraceStore
+
+__all__ = ["Content", "Conversation", "Gate", "SharedPrompt"]
+
+#: What can be said to the policy.
+Content = str | Sequence[int] | Sequence[Message]
+
+Routing = NDArray[Any]
+
+
+@dataclass(slots=True)
+class Gate:
+    """Shared by the conversations of one producer: whether new requests may start, and which
+    run.
+    """
+
+    stopping: bool = False
+    running: dict[str, Conversation] = field(default_factory=dict)
+
+
+class SharedPrompt:
+    """The first segment of a group's sessions: stored once, by the member that knows its routing
+    first.
+    """
+
+    def __init__(self, session_ids: Sequence[str]) -> None:
+        #: Sessions that lack it and will get it.
+        self.session_ids = tuple(session_ids)
+        self.segment: Segment | None = None
+        self.lock = asyncio.Lock()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Recorded:
+    """A segment of the trace that was recorded by an earlier attempt."""
+
+    node: int
+    token_ids: NDArray[np.int32]
+    n_routed: int
+    sampled: bool
+    model_steps: NDArray[np.int32]
+
+
+class Conversation:
+    """See the module. Keeps `trainer.environment.Session`."""
+
+    def __init__(
+        self,
+        *,
+        traces: TraceStore,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt: Prompt,
+        rollout: Rollout,
+        group_uid: str,
+        shared: SharedPrompt,
+        gate: Gate,
+        arena_wait_s: float,
+    ) -> None:
+        self.aborted = False
+        self.request_id: str | None = None
+        self._traces = traces
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._params = params
+        self._prompt = prompt
+        self._rollout = rollout
+        self._group_uid = group_uid
+        self._shared = shared
+        self._gate = gate
+        self._arena_wait_s = arena_wait_s
+        self._stopping = False
+        self._n_requests = 0
+        self._record = self._load_record()
+        self._old_turns = frozenset(rollout.turns)
+        # The path so far: everything below describes stored segments only.
+        self._node: int | None = None
+        self._tokens: list[int] = []
+        self._n_routed = 0
+        self._n_prompt_nodes = 0
+        self._n_prompt_tokens = 0
+        self._turns: list[int] = []
+        self._sampled_text: list[str] = []
+        self._step_min: int | None = None
+        self._step_max: int | None = None
+        self._reason: FinishReason | None = None
+        self._pending: list[int] = []
+
+    # -- what environments use -------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        """Id of the trace session."""
+        return self._rollout.session_id
+
+    @property
+    def prompt(self) -> Prompt:
+        """The task instance."""
+        return self._prompt
+
+    @property
+    def text(self) -> str:
+        """Everything that the model sampled on this path."""
+        return "".join(self._sampled_text)
+
+    async def append(self, content: Content) -> None:
+        """Add tokens that no model sampled; they are stored with the next `generate`."""
+        self._pending.extend(self._encode(content))
+
+    async def generate(
+        self, content: Content | None = None, params: SamplingParams | None = None
+    ) -> Turn:
+        """Append `content` when given, then let the policy continue to the end of its turn."""
+        if content is not None:
+            await self.append(content)
+        params = params or self._params
+        self._follow_record_through_pending()
+        replayed = self._replay_turn()
+        if replayed is not None:
+            return replayed
+        partial = self._replay_partial_turn()
+        if len(partial) >= params.max_new_tokens:
+            return self._finish_turn(partial, FinishReason.LENGTH)
+        params = dataclasses.replace(params, max_new_tokens=params.max_new_tokens - len(partial))
+        generation = await self._request(params)
+        await self._store(generation)
+        partial.extend(generation.token_ids.tolist())
+        if generation.finish_reason is FinishReason.ABORT:
+            self.aborted = True
+            raise RolloutAborted
+        if generation.finish_reason is FinishReason.ERROR:
+            raise EngineError(generation.error or "the engine reported an error without a text")
+        return self._finish_turn(partial, generation.finish_reason)
+
+    # -- what the producer uses ------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """End this conversation part-way: abort its request, refuse the next one."""
+        self._stopping = True
+        if self.request_id is not None:
+            await self._engine.abort([self.request_id])
+
+    def outcome(self) -> Rollout:
+        """The rollout with everything that is known from the trace; status and reward are the
+        caller's.
+        """
+        return self._rollout.evolve(
+            leaves=() if self._node is None or self._step_min is None else (self._node,),
+            turns=tuple(self._turns),
+            n_prompt_nodes=self._n_prompt_nodes,
+            n_prompt_tokens=self._n_prompt_tokens,
+            n_response_tokens=len(self._tokens) - self._n_prompt_tokens,
+            model_step_min=self._step_min,
+            model_step_max=self._step_max,
+            finish_reason=self._reason,
+        )
+
+    # -- the record of an earlier attempt --------------------------------------------------------
+
+    def _load_record(self) -> list[_Recorded]:
+        """Oldest first; used up from the end of a reversed list."""
+        n = self._traces.length(self.id)
+        if n == 0:
+            return []
+        leaf = self._rollout.leaves[-1] if self._rollout.leaves else n - 1
+        record = []
+        for node in self._traces.path(self.id, leaf):
+            segment = self._traces.segment(self.id, node)
+            sampled = bool(len(segment)) and int(segment.model_steps[0]) != NO_MODEL_STEP
+            record.append(
+                _Recorded(
+                    node,
+                    segment.token_ids.copy(),
+                    segment.n_routed,
+                    sampled,
+                    segment.model_steps.copy(),
+                )
+            )
+        return record[::-1]
+
+    def _follow_record_through_pending(self) -> None:
+        """What was said again is on record: step over it. What differs ends the record."""
+        if not self._record:
+            return
+        recorded = self._record[-1]
+        if not self._pending and recorded.sampled:
+            return
+        if not recorded.sampled and recorded.token_ids.tolist() == self._pending:
+            self._pending.clear()
+            self._step_over(self._record.pop())
+            return
+        self._leave_record()
+
+    def _replay_turn(self) -> Turn | None:
+        """The next finished turn on record; None when there is none."""
+        ends = [i for i, r in enumerate(reversed(self._record)) if r.node in self._old_turns]
+        if self._pending or not ends:
+            return None
+        tokens: list[int] = []
+        for _ in range(ends[0] + 1):
+            recorded = self._record.pop()
+            assert recorded.sampled, (self.id, recorded.node)
+            tokens += recorded.token_ids.tolist()
+            self._step_over(recorded)
+        return self._finish_turn(tokens, FinishReason.STOP)
+
+    def _replay_partial_turn(self) -> list[int]:
+        """Tokens of the turn that was aborted, if the conversation has come to it."""
+        tokens: list[int] = []
+        while self._record and self._record[-1].sampled and not self._pending:
+            recorded = self._record.pop()
+            tokens += recorded.token_ids.tolist()
+            self._step_over(recorded)
+        return tokens
+
+    def _leave_record(self) -> None:
+        keep = self._record[-1].node
+        self._record.clear()
+        self._traces.truncate(self.id, keep=keep)
+
+    def _step_over(self, recorded: _Recorded) -> None:
+        self._advance(recorded.node, recorded.token_ids, recorded.n_routed)
+        if recorded.sampled:
+            self._note_steps(recorded.model_steps)
+        elif self._step_min is None:
+            self._note_prompt(len(recorded.token_ids))
+
+    # -- requests --------------------------------------------------------------------------------
+
+    async def _request(self, params: SamplingParams) -> Generation:
+        if self._gate.stopping or self._stopping:
+            self.aborted = True
+            raise RolloutAborted
+        context = np.array(self._tokens + self._pending, np.int32)
+        if not len(context):
+            raise EngineError("generate without any content: there is no token to continue from")
+        self._n_requests += 1
+        request_id = f"{self.id}/{self._rollout.attempt}.{self._n_requests}"
+        request = GenerateRequest(
+            request_id=request_id,
+            session_id=self.id,
+            token_ids=context,
+            params=params,
+            group_id=self._group_uid,
+            n_routed_known=self._n_routed,
+        )
+        self._gate.running[request_id] = self
+        self.request_id = request_id
+        try:
+            generation = await self._engine.generate(request)
+        finally:
+            self.request_id = None
+            self._gate.running.pop(request_id, None)
+        return self._checked(generation, len(context))
+
+    def _checked(self, generation: Generation, n_context: int) -> Generation:
+        """An engine's answer is the world's, not ours: check it before it is stored."""
+        k = len(generation.token_ids)
+        if len(generation.logprobs) != k or len(generation.model_steps) != k:
+            raise EngineError(
+                f"the engine returned {k} tokens, {len(generation.logprobs)} log-probs and "
+                f"{len(generation.model_steps)} model steps"
+            )
+        info = self._engine.info
+        routed = generation.routed_experts
+        if not info.routes or k == 0:
+            return dataclasses.replace(generation, routed_experts=None)
+        if routed is None:
+            raise EngineError(f"the engine returned {k} tokens without routed experts")
+        wanted = (n_context + k - 1 - self._n_routed, info.n_layers_moe, info.top_k)
+        if routed.shape != wanted:
+            raise EngineError(f"routed experts have shape {routed.shape}; {wanted} was asked for")
+        narrow: Routing = routed.astype(narrowest_unsigned(info.n_experts), copy=False)
+        return dataclasses.replace(generation, routed_experts=narrow)
+
+    # -- storing ---------------------------------------------------------------------------------
+
+    async def _store(self, generation: Generation) -> None:
+        """The tokens that were kept back, then the sampled ones, each with its rows of routing."""
+        k = len(generation.token_ids)
+        if k == 0:
+            return  # aborted before the first token: what is pending is said again next time
+        routed = generation.routed_experts
+        before = None
+        if routed is not None:
+            n_before = len(self._tokens) - self._n_routed
+            before, routed = (routed[:n_before] if n_before else None), routed[n_before:]
+        if self._pending:
+            n = len(self._pending)
+            rows = None if routed is None else routed[:n]
+            await self._insert_said(np.array(self._pending, np.int32), rows, before)
+            before = None
+            routed = None if routed is None else routed[n:]
+            self._pending.clear()
+        segment = Segment(
+            token_ids=generation.token_ids,
+            labels=generation.token_ids,
+            logprobs=generation.logprobs,
+            model_steps=generation.model_steps,
+            text=generation.text,
+            routed_experts=routed,
+            routed_before=before,
+        )
+        node = await self._insert([self.id], segment)
+        self._advance(node, segment.token_ids, segment.n_routed)
+        self._note_steps(segment.model_steps)
+
+    async def _insert_said(
+        self, token_ids: NDArray[np.int32], rows: Routing | None, before: Routing | None
+    ) -> None:
+        """Tokens that no model sampled. The first of a group are stored once for all its
+        sessions.
+        """
+        n = len(token_ids)
+        segment = Segment(
+            token_ids=token_ids,
+            labels=np.full(n, IGNORE_LABEL, np.int32),
+            logprobs=np.zeros(n, np.float32),
+            model_steps=np.full(n, NO_MODEL_STEP, np.int32),
+            text=self._tokenizer.decode(token_ids.tolist()),
+            routed_experts=rows,
+            routed_before=before,
+        )
+        if self._node is None and self.id in self._shared.session_ids:
+            node = await self._insert_shared(segment)
+        else:
+            node = await self._insert([self.id], segment)
+        self._advance(node, token_ids, segment.n_routed)
+        if self._step_min is None:
+            self._note_prompt(n)
+
+    async def _insert_shared(self, segment: Segment) -> int:
+        """Store the prompt for all members, or use what a mate stored for this one."""
+        shared = self._shared
+        async with shared.lock:
+            if shared.segment is None:
+                mates = [sid for sid in shared.session_ids if sid != self.id]
+                node = await self._insert([self.id, *mates], segment)
+                shared.segment = segment
+                return node
+        if np.array_equal(shared.segment.token_ids, segment.token_ids):
+            return 0
+        # This member was told something else than its mates: a prompt of its own.
+        self._traces.truncate(self.id, keep=0)
+        return await self._insert([self.id], segment)
+
+    async def _insert(self, session_ids: Sequence[str], segment: Segment) -> int:
+        """-> node in the first session. A full arena is waited for in a thread, so the loop goes
+        on.
+        """
+        parent = self._node
+        try:
+            return self._traces.insert_shared(session_ids, segment, parent)[0]
+        except StoreFull:
+            nodes = await asyncio.to_thread(
+                self._traces.insert_shared, session_ids, segment, parent, self._arena_wait_s
+            )
+            return nodes[0]
+
+    # -- the path --------------------------------------------------------------------------------
+
+    def _advance(self, node: int, token_ids: NDArray[np.int32], n_routed: int) -> None:
+        self._node = node
+        if n_routed:
+            self._n_routed = len(self._tokens) + n_routed
+        self._tokens += token_ids.tolist()
+
+    def _note_prompt(self, n_tokens: int) -> None:
+        self._n_prompt_nodes += 1
+        self._n_prompt_tokens += n_tokens
+
+    def _note_steps(self, model_steps: NDArray[np.int32]) -> None:
+        low, high = int(model_steps.min()), int(model_steps.max())
+        self._step_min = low if self._step_min is None else min(low, self._step_min)
+        self._step_max = high if self._step_max is None else max(high, self._step_max)
+
+    def _finish_turn(self, tokens: list[int], reason: FinishReason) -> Turn:
+        assert self._node is not None
+        self._turns.append(self._node)
+        self._reason = reason
+        text = self._tokenizer.decode(tokens)
+        self._sampled_text.append(text)
+        return Turn(text, np.array(tokens, np.int32), reason, self._node)
+
+    def _encode(self, content: Content) -> list[int]:
+        if isinstance(content, str):
+            return self._tokenizer.encode(content)
+        if not content:
+            return []
+        if isinstance(content[0], (int, np.integer)):
+            return [int(token) for token in content]  # type: ignore[arg-type]
+        return self._tokenizer.apply_chat_template(content)  # type: ignore[arg-type]

@@ -1,0 +1,452 @@
+"""The front desk of a run: what producers may work on, and what learners may take (lifecycle L12,
+L19, L23, L31).
+
+It joins the replay buffer with the prompt sampler, and decides. A producer draws work: groups to go
+on with first, then fresh prompts, never more than the staleness budget and the byte limit allow. It
+is also who knows what is under way and with whom, so a producer's death loses no prompt. A learner
+takes the batch of a train step, split over the tasks by their weights; a task that ended or yields
+nothing useful is left out instead of waited for.
+
+Lives in the driver, on the loop of the replay buffer; producers reach it as an actor. Waits are
+futures; nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer import snapshot as snapshots
+from trainer.errors import BadGroup, ConfigError, EndOfData, StalenessError
+from trainer.prompts import PromptSampler, TaskMix
+from trainer.replay import ReplayBuffer
+from trainer.rollout import Batch, Group, Prompt, Status
+from trainer.staleness import StalenessBudget
+
+__all__ = ["DispatchConfig", "Dispatcher", "Work"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One group to produce. `group` is set when members of an earlier attempt are kept (L11,
+    L16).
+    """
+
+    uid: str
+    task: str
+    prompt: Prompt
+    attempt: int = 0
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchConfig:
+    """Sizes and limits. `batch_groups`: groups in a batch; `group_size`: rollouts in a group.
+
+    `over_sampling`: how much more than a batch lacks may be in production, as a fraction.
+    `attempts_max`: after so many a rollout that still did not finish fails its group, so that a
+    straggler cannot pin its mates for ever. `useless_in_row_max`: so many failed or filtered groups
+    in a row end a task.
+    """
+
+    batch_groups: int
+    group_size: int
+    budget: StalenessBudget = field(default_factory=StalenessBudget)
+    over_sampling: float = 0.0
+    attempts_max: int = 16
+    useless_in_row_max: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("batch_groups", "group_size", "attempts_max", "useless_in_row_max"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0.0 <= self.over_sampling <= 8.0:
+            raise ConfigError(f"over_sampling is {self.over_sampling}; allowed are 0 to 8")
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """Running state of one task."""
+
+    in_production: int = 0
+    useless_in_row: int = 0
+    tail_active: bool = False
+    ended: str | None = None
+
+
+class Dispatcher:
+    """See the module. Steps: `train_step` is the next step to take a batch for; `model_step` that
+    of the engines.
+    """
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        sampler: PromptSampler,
+        config: DispatchConfig,
+        mix: TaskMix | None = None,
+    ) -> None:
+        self.buffer = buffer
+        self.sampler = sampler
+        self.config = config
+        self.mix = mix or TaskMix(dict.fromkeys(sampler.tasks, 1.0))
+        if set(self.mix.tasks) != set(sampler.tasks):
+            raise ConfigError(
+                f"the mix has the tasks {sorted(self.mix.tasks)}, the sources "
+                f"{sorted(sampler.tasks)}"
+            )
+        self.train_step = 1
+        self.model_step = 0
+        self._tasks = {task: _Task() for task in self.mix.tasks}
+        self._in_production: dict[str, tuple[Work, str]] = {}
+        self._drawers: list[asyncio.Future[None]] = []
+        buffer.on_change(self._wake)
+
+    # -- producers -------------------------------------------------------------------------------
+
+    async def draw(self, owner: str, n: int = 1) -> list[Work]:
+        """Up to `n` groups to produce; waits until there is at least one. `PartFailed` when the run
+        is over.
+        """
+        while True:
+            self.buffer.waiting.raise_failure()
+            works = self._draw_now(owner, n)
+            if works:
+                return works
+            waiter = asyncio.get_running_loop().create_future()
+            self._drawers.append(waiter)
+            try:
+                await waiter
+            finally:
+                if waiter in self._drawers:
+                    self._drawers.remove(waiter)
+
+    async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status:
+        """Take back a drawn group; see `ReplayBuffer.put`. A member that had too many attempts
+        fails it.
+        """
+        work, holder = self._in_production.get(group.uid, (None, owner))
+        if work is None or holder != owner:
+            raise BadGroup(f"group {group.uid!r} is not in production with {owner!r}")
+        group = self._fail_stragglers(group)
+        status = await self.buffer.put(group, owner=owner, timeout=timeout)
+        self._leave_production(group.uid)
+        self.sampler.settle(group.uid)
+        self._judge_task(group, status)
+        self._wake()
+        return status
+
+    async def cancel(self, group: Group, *, owner: str) -> int:
+        """Give a drawn group up (L21): sessions released, rollouts booked; -> how many. Twice is no
+        error.
+        """
+        if self._in_production.get(group.uid, (None, ""))[1] != owner:
+            return 0
+        self._leave_production(group.uid)
+        self.sampler.settle(group.uid)
+        self.buffer.discard(group, owner=owner)
+        return len(group.rollouts)
+
+    async def give_back(self, owner: str) -> int:
+        """Everything that `owner` still has will be handed out again, as after its death; ->
+        groups.
+        """
+        return self.owner_died(owner)
+
+    # -- the learner -----------------------------------------------------------------------------
+
+    async def take(self, train_step: int, *, owner: str, timeout: float | None = None) -> Batch:
+        """The batch of `train_step`.
+
+        Raises `StalenessError` when it is not there and the engines' model is too old to produce it
+        (sync first), and `EndOfData` when no task can fill it.
+        """
+        self.train_step = max(self.train_step, train_step)
+        self._wake()
+        while True:
+            need = self._need(train_step)
+            await self.buffer.refresh(train_step)
+            self._raise_if_too_stale(train_step, need)
+            try:
+                batch = await self.buffer.take(
+                    need, train_step=train_step, owner=owner, timeout=timeout
+                )
+            except EndOfData as error:
+                if not error.task:
+                    raise
+                continue  # the task is marked as ended: split again without it
+            self.train_step = train_step + 1
+            self._wake()
+            return batch
+
+    def ready(self, train_step: int) -> bool:
+        """Whether the batch of `train_step` could be taken without waiting."""
+        return all(
+            self.buffer.count(task, Status.COMPLETED) >= n
+            for task, n in self._need(train_step).items()
+        )
+
+    def must_sync_first(self, train_step: int) -> bool:
+        """Whether `train_step` has to wait for newer weights in the engines (L23)."""
+        usable = self.config.budget.batches_usable(self.model_step, train_step)
+        return usable == 0 and not self.ready(train_step)
+
+    # -- the driver ------------------------------------------------------------------------------
+
+    async def set_steps(
+        self, *, train_step: int | None = None, model_step: int | None = None
+    ) -> None:
+        """The learner goes to `train_step`; the engines run the weights of `model_step`.
+
+        Expires what is too old now.
+        """
+        if model_step is not None:
+            self.model_step = max(self.model_step, model_step)
+        if train_step is not None:
+            self.train_step = max(self.train_step, train_step)
+            await self.buffer.refresh(self.train_step)
+        self._wake()
+
+    def owner_died(self, owner: str) -> int:
+        """A producer or learner is gone (L07, L12): its prompts go out again, its batch is offered
+        again.
+
+        Call it before a successor under the same name starts. -> groups that will be worked on
+        again.
+        """
+        offered, lost = self.buffer.owner_died(owner)
+        for group in lost:
+            self._leave_production(group.uid)
+            self.sampler.redraw(group.uid, max(r.attempt for r in group.rollouts) + 1)
+        for uid in [uid for uid, (_, holder) in self._in_production.items() if holder == owner]:
+            self._leave_production(uid)
+        prompts = self.sampler.give_back_all(owner)
+        self._wake()
+        return offered + len(lost) + prompts
+
+    def fail(self, part: str, cause: str) -> None:
+        """A part is dead for good: whoever waits, or comes later, gets `PartFailed` with the
+        cause.
+        """
+        self.buffer.waiting.fail(part, cause)
+        self._wake()
+
+    def check_books(self) -> None:
+        """`LedgerError` unless the books balance (L26)."""
+        self.buffer.check_books()
+
+    def report(self) -> dict[str, Any]:
+        """The ledger with what is held now."""
+        self.buffer.settle_all()
+        return self.buffer.ledger.report(self.buffer.held())
+
+    def describe(self) -> list[str]:
+        """Who waits for what and why; for the watchdog and for errors that state every counter."""
+        lines = [
+            f"train step {self.train_step}, model step {self.model_step}, batches usable "
+            f"{self.config.budget.batches_usable(self.model_step, self.train_step)}, "
+            f"draws waiting {len(self._drawers)}, buffer {self.buffer.nbytes} bytes"
+        ]
+        for task, state in self._tasks.items():
+            counts = {s.value: self.buffer.count(task, s) for s in _COUNTED}
+            ended = f", ended: {state.ended}" if state.ended else ""
+            lines.append(f"task {task}: {counts}, in production {state.in_production}{ended}")
+        return lines + self.buffer.waiting.describe()
+
+    # -- snapshot --------------------------------------------------------------------------------
+
+    def freeze(self) -> snapshots.Frozen:
+        """Buffer, ledger, sampler and steps of this moment, pinned; hand it to
+        `trainer.snapshot.write`.
+        """
+        frozen = self.buffer.freeze()
+        state = {
+            **frozen.state,
+            "sampler": self.sampler.to_json(),
+            "steps": {"train_step": self.train_step, "model_step": self.model_step},
+        }
+        return snapshots.Frozen(frozen.store, frozen.groups, state, frozen.sessions, frozen.pin)
+
+    async def snapshot(self, folder: str | Path) -> None:
+        """Freeze now, write in the background; see `trainer.snapshot`."""
+        await snapshots.write(self.freeze(), Path(folder))
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a snapshot; the buffer was resumed from the same one."""
+        self.sampler.load_json(state["sampler"])
+        self.train_step = int(state["steps"]["train_step"])
+        self.model_step = int(state["steps"]["model_step"])
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _draw_now(self, owner: str, n: int) -> list[Work]:
+        works: list[Work] = []
+        while len(works) < n:
+            work = self._draw_one(owner)
+            if work is None:
+                break
+            self._in_production[work.uid] = (work, owner)
+            self._tasks[work.task].in_production += 1
+            works.append(work)
+        self._end_exhausted_tasks()
+        return works
+
+    def _draw_one(self, owner: str) -> Work | None:
+        """From the task that is furthest behind its share, whatever may be drawn there."""
+        shortfalls = self._shortfalls()
+        for task in sorted(shortfalls, key=lambda t: -shortfalls[t]):
+            if shortfalls[task] <= 0:
+                break
+            work = self._draw_of(task, owner)
+            if work is not None:
+                return work
+        return None
+
+    def _draw_of(self, task: str, owner: str) -> Work | None:
+        group = self._lend(task, owner)
+        if group is not None:
+            assert group.prompt is not None, group.uid
+            attempt = max(r.attempt for r in group.rollouts) + 1
+            return Work(group.uid, task, group.prompt, attempt, group)
+        if self._tasks[task].tail_active:
+            return None
+        drawn = self.sampler.draw(task, owner)
+        if drawn is None:
+            return None
+        return Work(drawn.ticket, task, drawn.prompt, drawn.attempt)
+
+    def _lend(self, task: str, owner: str) -> Group | None:
+        state = self._tasks[task]
+        tail = self.buffer.expiry.tail
+        state.tail_active = tail.active(
+            self.buffer.count(task, Status.EXPIRED),
+            state.tail_active,
+            fresh_exhausted=self.sampler.remaining(task) == 0,
+        )
+        if tail.may_retry(state.tail_active):
+            group = self.buffer.lend(task, Status.EXPIRED, owner=owner)
+            if group is not None:
+                return group
+        return self.buffer.lend(task, Status.ABORTED, owner=owner)
+
+    def _shortfalls(self) -> dict[str, float]:
+        """Per task: how much of what may be ahead is still missing, as a fraction; 0 or less: do
+        not draw.
+        """
+        usable = self.config.budget.batches_usable(self.model_step, self.train_step)
+        targets = dict.fromkeys(self._tasks, 0)
+        for step in range(self.train_step, self.train_step + usable):
+            for task, count in self._need(step).items():
+                targets[task] += count
+        return {task: self._shortfall(task, target) for task, target in targets.items()}
+
+    def _shortfall(self, task: str, target: int) -> float:
+        state = self._tasks[task]
+        if state.ended is not None or target == 0:
+            return 0.0
+        limit = target if state.tail_active else math.ceil(target * (1 + self.config.over_sampling))
+        ahead = self.buffer.count(task, Status.COMPLETED) + state.in_production
+        if self.buffer.count(task, Status.COMPLETED) >= target or not self._has_room(task):
+            return 0.0
+        return (limit - ahead) / target
+
+    def _has_room(self, task: str) -> bool:
+        """The byte limit, with what is in production counted at the mean size of a group (issue
+        kind 6).
+        """
+        if self.buffer.waiting.lacking(task) > self._tasks[task].in_production:
+            return True
+        coming = (len(self._in_production) + 1) * self.buffer.group_nbytes_mean
+        return self.buffer.waiting.has_room(task, int(coming))
+
+    def _need(self, train_step: int) -> dict[str, int]:
+        """The split of a batch: what an ended task cannot give falls to the others."""
+        total = self.config.batch_groups
+        need = self.mix.split(train_step, total)
+        ended = [task for task, state in self._tasks.items() if state.ended is not None]
+        if not ended:
+            return need
+        for task in ended:
+            give = min(need.pop(task, 0), self.buffer.count(task, Status.COMPLETED))
+            if give:
+                need[task] = give
+        missing = total - sum(need.values())
+        if missing and len(ended) == len(self._tasks):
+            reasons = "; ".join(f"{task}: {self._tasks[task].ended}" for task in ended)
+            raise EndOfData(f"no task can fill the batch of step {train_step} ({reasons})")
+        if missing:
+            for task, count in self.mix.without(ended).split(train_step, missing).items():
+                need[task] = need.get(task, 0) + count
+        return need
+
+    def _raise_if_too_stale(self, train_step: int, need: Mapping[str, int]) -> None:
+        usable = self.config.budget.batches_usable(self.model_step, train_step)
+        if usable == 0 and any(
+            self.buffer.count(task, Status.COMPLETED) < n for task, n in need.items()
+        ):
+            raise StalenessError(
+                f"step {train_step} needs {dict(need)} groups and the engines' model is too old to "
+                "produce them; "
+                "sync weights first. " + "; ".join(self.describe())
+            )
+
+    def _fail_stragglers(self, group: Group) -> Group:
+        if group.status is not Status.ABORTED:
+            return group
+        members = [
+            r.evolve(status=Status.FAILED, error_msg=f"did not finish in {r.attempt + 1} attempts")
+            if r.status is Status.ABORTED and r.attempt + 1 >= self.config.attempts_max
+            else r
+            for r in group.rollouts
+        ]
+        return group.with_rollouts(members)
+
+    def _judge_task(self, group: Group, status: Status) -> None:
+        state = self._tasks[group.task]
+        if status in (Status.FAILED, Status.FILTERED):
+            state.useless_in_row += 1
+            if state.useless_in_row >= self.config.useless_in_row_max and state.ended is None:
+                errors = [r.error_msg for r in group.rollouts if r.error_msg]
+                why = errors[0] if errors else "all rewards of the group were equal"
+                self._end_task(
+                    group.task,
+                    f"{state.useless_in_row} groups in a row were failed or filtered; the last: "
+                    f"{why}",
+                )
+        elif status is Status.COMPLETED:
+            state.useless_in_row = 0
+
+    def _end_exhausted_tasks(self) -> None:
+        for task, state in self._tasks.items():
+            if (
+                state.ended is None
+                and self.sampler.remaining(task) == 0
+                and not (
+                    state.in_production
+                    or self.buffer.count(task, Status.ABORTED)
+                    or self.buffer.count(task, Status.EXPIRED)
+                )
+            ):
+                self._end_task(task, "its prompts ran out")
+
+    def _end_task(self, task: str, reason: str) -> None:
+        self._tasks[task].ended = reason
+        self.buffer.waiting.end_task(task, reason)
+
+    def _leave_production(self, uid: str) -> None:
+        found = self._in_production.pop(uid, None)
+        if found is not None:
+            self._tasks[found[0].task].in_production -= 1
+
+    def _wake(self) -> None:
+        drawers, self._drawers = self._drawers, []
+        for waiter in drawers:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+_COUNTED = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)

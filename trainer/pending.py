@@ -1,0 +1,263 @@
+"""One group in production: its rollouts run at once, are scored, filtered, and come out as a
+finished `Group`.
+
+Every way in which a rollout can go wrong ends in its status and `error_msg` (lifecycle L13); only
+cancellation and errors of the store about ownership leave this file as exceptions. Belongs to the
+producer's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.conversation import Conversation, Gate, SharedPrompt
+from trainer.dispatch import Work
+from trainer.engine.protocol import Engine, SamplingParams, Tokenizer
+from trainer.environment import Environment, Judge, RolloutAborted
+from trainer.errors import ConfigError, JudgeError
+from trainer.rollout import Group, Rollout, Status
+from trainer.trace import TraceStore
+
+__all__ = ["PendingGroup", "ProducerConfig", "ProducerParts", "session_id"]
+
+#: Ids of sessions have at most this many bytes of UTF-8.
+SESSION_ID_BYTES_MAX = 63
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerConfig:
+    """How groups are produced. Times in seconds.
+
+    `partial_rollout` (L11): an aborted rollout keeps its tokens and goes on; off, it starts over.
+    `rollout_timeout_s`: a rollout that takes longer is aborted, keeping its tokens; one that does
+    not react within `grace_s` is cancelled. `filter_equal_rewards`: a group whose rewards are all
+    equal teaches nothing and is FILTERED. `arena_wait_s`: how long a full arena is waited for.
+    `groups_max`: groups in production at once.
+    """
+
+    group_size: int
+    groups_max: int = 32
+    params: SamplingParams = field(default_factory=SamplingParams)
+    partial_rollout: bool = True
+    judge_timeout_s: float = 60.0
+    rollout_timeout_s: float | None = None
+    grace_s: float = 10.0
+    arena_wait_s: float = 60.0
+    filter_equal_rewards: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "groups_max"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("judge_timeout_s", "grace_s", "arena_wait_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and finite")
+        if self.rollout_timeout_s is not None and not self.rollout_timeout_s > 0:
+            raise ConfigError(f"rollout_timeout_s is {self.rollout_timeout_s}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerParts:
+    """What rollouts are made with. `valid`: False filters a completed group (beyond equal
+    rewards).
+    """
+
+    engine: Engine
+    traces: TraceStore
+    tokenizer: Tokenizer
+    environment: Environment
+    judge: Judge
+    valid: Callable[[Group], bool] | None = None
+
+
+class PendingGroup:
+    """One `Work` under way. `open` first, then `produce` once."""
+
+    def __init__(
+        self,
+        work: Work,
+        parts: ProducerParts,
+        config: ProducerConfig,
+        *,
+        owner: str,
+        run_name: str,
+        gate: Gate,
+    ) -> None:
+        self.work = work
+        self._parts = parts
+        self._config = config
+        self._owner = owner
+        self._run_name = run_name
+        self._gate = gate
+        #: Latest known members; complete enough at any time to give the group up.
+        self.rollouts: tuple[Rollout, ...] = work.group.rollouts if work.group else ()
+
+    @property
+    def group(self) -> Group:
+        """The group as far as it is known."""
+        work = self.work
+        return Group(uid=work.uid, task=work.task, prompt=work.prompt, rollouts=self.rollouts)
+
+    def open(self) -> None:
+        """Open the sessions of a fresh group, owned by the producer."""
+        if self.work.group is not None:
+            return
+        work = self.work
+        ids = [
+            session_id(self._run_name, work.uid, k, work.attempt)
+            for k in range(self._config.group_size)
+        ]
+        for one in ids:
+            self._parts.traces.open(one, owner=self._owner)
+        self.rollouts = tuple(
+            Rollout(
+                session_id=one, prompt_uid=work.prompt.uid, task=work.task, attempt=work.attempt
+            )
+            for one in ids
+        )
+
+    async def produce(self) -> Group:
+        """Run what is missing, then score and filter; -> the group with its final status."""
+        traces = self._parts.traces
+        shared = SharedPrompt(
+            [r.session_id for r in self.rollouts if traces.length(r.session_id) == 0]
+        )
+        self.rollouts = await self._each(
+            [r for r in self.rollouts if r.status is not Status.COMPLETED],
+            lambda rollout: self._run(rollout, shared),
+        )
+        if self.group.status is Status.COMPLETED:
+            self.rollouts = await self._each(
+                [r for r in self.rollouts if r.reward is None], self._score
+            )
+        if self.group.status is Status.COMPLETED and self._is_useless():
+            self.rollouts = tuple(r.evolve(status=Status.FILTERED) for r in self.rollouts)
+        return self.group
+
+    async def _each(
+        self, chosen: Sequence[Rollout], run: Callable[[Rollout], Coroutine[Any, Any, Rollout]]
+    ) -> tuple[Rollout, ...]:
+        """Run `run` for the chosen members at once and put the results in their places."""
+        async with asyncio.TaskGroup() as tasks:
+            running = {rollout.session_id: tasks.create_task(run(rollout)) for rollout in chosen}
+        return tuple(
+            running[r.session_id].result() if r.session_id in running else r for r in self.rollouts
+        )
+
+    async def _run(self, rollout: Rollout, shared: SharedPrompt) -> Rollout:
+        """One rollout from where it stands to its end, whatever that is."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        rollout = rollout.evolve(
+            attempt=self.work.attempt if self.work.group is None else rollout.attempt + 1,
+            error_msg=None,
+        )
+        conversation = self._conversation(rollout, shared)
+        status, error = await self._converse(conversation)
+        done = conversation.outcome().evolve(
+            status=status,
+            error_msg=error,
+            generation_time_s=rollout.generation_time_s + loop.time() - started,
+        )
+        if status is Status.ABORTED and not self._config.partial_rollout:
+            self._parts.traces.truncate(done.session_id, keep=done.n_prompt_nodes)
+            done = done.cut_to_prompt(Status.ABORTED)
+        return done
+
+    async def _converse(self, conversation: Conversation) -> tuple[Status, str | None]:
+        """Run the environment within the time limits; -> status and error text."""
+        loop = asyncio.get_running_loop()
+        soft_s = self._config.rollout_timeout_s
+        stopper: asyncio.Task[None] | None = None
+
+        def stop_softly() -> None:
+            nonlocal stopper
+            stopper = loop.create_task(conversation.stop())
+
+        timer = None if soft_s is None else loop.call_later(soft_s, stop_softly)
+        hard_s = None if soft_s is None else soft_s + self._config.grace_s
+        try:
+            async with asyncio.timeout(hard_s) as limit:
+                await self._parts.environment.run(conversation, self.work.prompt)
+        except RolloutAborted:
+            return Status.ABORTED, None
+        except TimeoutError as error:
+            if limit.expired():
+                return Status.ABORTED, None
+            return Status.FAILED, _text_of(error)
+        # User code and engines may raise anything: it fails this rollout and no other (L13).
+        except Exception as error:
+            return Status.FAILED, _text_of(error)
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if stopper is not None:
+                await stopper
+        if conversation.aborted:
+            return Status.ABORTED, None
+        if not conversation.outcome().leaves:
+            return Status.FAILED, "the environment ended without a turn of the model"
+        return Status.COMPLETED, None
+
+    def _conversation(self, rollout: Rollout, shared: SharedPrompt) -> Conversation:
+        return Conversation(
+            traces=self._parts.traces,
+            engine=self._parts.engine,
+            tokenizer=self._parts.tokenizer,
+            params=self._config.params,
+            prompt=self.work.prompt,
+            rollout=rollout,
+            group_uid=self.work.uid,
+            shared=shared,
+            gate=self._gate,
+            arena_wait_s=self._config.arena_wait_s,
+        )
+
+    async def _score(self, rollout: Rollout) -> Rollout:
+        """Ask the judge; an error, a time-out or a reward that is no number fails this rollout."""
+        try:
+            async with asyncio.timeout(self._config.judge_timeout_s) as limit:
+                reward = await self._judge(rollout)
+        except TimeoutError as error:
+            text = f"the judge took more than {self._config.judge_timeout_s} s"
+            text = text if limit.expired() else _text_of(error)
+            return rollout.evolve(status=Status.FAILED, error_msg=text)
+        # Judges are user code: whatever they raise fails this rollout and no other (L13).
+        except Exception as error:
+            return rollout.evolve(status=Status.FAILED, error_msg=_text_of(error))
+        return rollout.evolve(reward=reward)
+
+    async def _judge(self, rollout: Rollout) -> float:
+        trace = self._parts.traces.export(rollout.session_id, node=rollout.leaves[-1])
+        text = self._parts.tokenizer.decode(trace.token_ids[trace.labels >= 0].tolist())
+        reward = await self._parts.judge.score(self.work.prompt, text, trace)
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)):
+            raise JudgeError(f"the judge returned {reward!r}; a finite number is needed")
+        if not math.isfinite(reward):
+            raise JudgeError(f"the judge returned {reward!r}; a finite number is needed")
+        return float(reward)
+
+    def _is_useless(self) -> bool:
+        rewards = {rollout.reward for rollout in self.rollouts}
+        if self._config.filter_equal_rewards and len(self.rollouts) > 1 and len(rewards) == 1:
+            return True
+        return self._parts.valid is not None and not self._parts.valid(self.group)
+
+
+def session_id(run_name: str, group_uid: str, k: int, attempt: int) -> str:
+    """`RUN-GROUP-k-attempt`; at most 63 bytes, `ConfigError` when the names are too long."""
+    found = f"{run_name}-{group_uid}-{k}-{attempt}"
+    if len(found.encode()) > SESSION_ID_BYTES_MAX:
+        raise ConfigError(
+            f"the session id {found!r} has more than {SESSION_ID_BYTES_MAX} bytes; "
+            "shorten the run's or the task's name"
+        )
+    return found
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,213 @@
+"""The producer: draws work, runs it, hands it in; pauses and stops without losing a rollout
+(lifecycle L09-L13, L20, L21).
+
+It owns what is in production and nothing else. What may be produced is decided by the dispatcher;
+what a group comes to, in `trainer.pending`. Runs on one loop, in a process of its own or inline;
+`dispatcher` is the object itself or a handle to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trainer.conversation import Gate
+from trainer.dispatch import Work
+from trainer.pending import PendingGroup, ProducerConfig, ProducerParts
+from trainer.rollout import Group, Status
+
+__all__ = ["Desk", "PauseReport", "Producer", "ProducerReport"]
+
+
+class Desk(Protocol):
+    """What the producer needs of `trainer.dispatch.Dispatcher`."""
+
+    async def draw(self, owner: str, n: int = 1) -> Sequence[Work]: ...
+
+    async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status: ...
+
+    async def cancel(self, group: Group, *, owner: str) -> int: ...
+
+    async def give_back(self, owner: str) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PauseReport:
+    """What a pause came to: groups that were handed in, rollouts that were cancelled, seconds
+    taken.
+    """
+
+    finished_groups: int
+    cancelled_rollouts: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class ProducerReport:
+    """Counters since the start; groups unless the name says otherwise."""
+
+    put: dict[str, int] = field(default_factory=dict)
+    rollouts: int = 0
+    response_tokens: int = 0
+    cancelled_rollouts: int = 0
+    in_production: int = 0
+    requests_running: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+#: Different error texts that are counted; later ones are counted together.
+ERRORS_MAX = 64
+
+
+class Producer:
+    """See the module. `run` until cancelled or `stop`; the other methods from the same loop."""
+
+    def __init__(
+        self,
+        dispatcher: Desk,
+        parts: ProducerParts,
+        config: ProducerConfig,
+        *,
+        owner: str = "producer-0",
+        run_name: str = "run",
+    ) -> None:
+        self.owner = owner
+        self._dispatcher = dispatcher
+        self._parts = parts
+        self._config = config
+        self._run_name = run_name
+        self._gate = Gate()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._changed = asyncio.Event()
+        self._groups: dict[asyncio.Task[None], PendingGroup] = {}
+        self._report = ProducerReport()
+        self._failure: BaseException | None = None
+        self._stopped = False
+
+    async def run(self) -> None:
+        """Produce until `stop`. Raises what made going on impossible (the desk or the sessions are
+        gone).
+        """
+        try:
+            while not self._stopped:
+                free = await self._wait_for_slots()
+                works = await self._dispatcher.draw(self.owner, free)
+                await self._resumed.wait()
+                for work in works:
+                    self._start(work)
+        finally:
+            await self._cancel_groups()
+
+    async def pause(self, timeout_s: float, drain: bool = False) -> PauseReport:
+        """Stop new work and end what is pending; never loses a rollout, never hangs (L21).
+
+        Pending requests are aborted, keeping their tokens (`drain`: left to finish); what is not
+        handed in after `timeout_s` is cancelled, its sessions released, and counted. Until `resume`
+        nothing new starts.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        self._resumed.clear()
+        self._gate.stopping = not drain
+        pending = set(self._groups)
+        n_pending = len(pending)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not drain:
+                    await self._parts.engine.abort(list(self._gate.running))
+                if pending:
+                    await asyncio.wait(pending)
+        except TimeoutError:
+            pass  # what is left is cancelled below, and counted
+        unfinished = [task for task in pending if not task.done()]
+        cancelled = await self._cancel_groups()
+        return PauseReport(n_pending - len(unfinished), cancelled, loop.time() - started)
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._gate.stopping = False
+        self._resumed.set()
+        self._changed.set()
+
+    async def stop(self, timeout_s: float) -> PauseReport:
+        """Pause for good and give everything back; `run` returns."""
+        self._stopped = True
+        report = await self.pause(timeout_s)
+        self._changed.set()
+        self._resumed.set()
+        await self._dispatcher.give_back(self.owner)
+        return report
+
+    def report(self) -> ProducerReport:
+        """Counters so far; cheap."""
+        self._report.in_production = len(self._groups)
+        self._report.requests_running = len(self._gate.running)
+        return self._report
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    async def _wait_for_slots(self) -> int:
+        """Wait until a group may start; -> how many may. Raises the failure of a group task."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            free = self._config.groups_max - len(self._groups)
+            if free > 0 or self._stopped:
+                return max(free, 1)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _start(self, work: Work) -> None:
+        pending = PendingGroup(
+            work,
+            self._parts,
+            self._config,
+            owner=self.owner,
+            run_name=self._run_name,
+            gate=self._gate,
+        )
+        pending.open()
+        task = asyncio.get_running_loop().create_task(self._produce(pending), name=work.uid)
+        self._groups[task] = pending
+        task.add_done_callback(self._ended)
+
+    async def _produce(self, pending: PendingGroup) -> None:
+        group = await pending.produce()
+        status = await self._dispatcher.put(group, owner=self.owner)
+        self._count(group, status)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._groups[task]
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+        self._changed.set()
+
+    async def _cancel_groups(self) -> int:
+        """Cancel all group tasks and give their groups up; -> rollouts cancelled."""
+        groups = dict(self._groups)
+        for task in groups:
+            task.cancel()
+        if groups:
+            await asyncio.wait(groups)
+        cancelled = 0
+        for task, pending in groups.items():
+            # A task that finished in spite of the cancellation has handed its group in; then this
+            # is no error.
+            if task.cancelled():
+                cancelled += await self._dispatcher.cancel(pending.group, owner=self.owner)
+        self._report.cancelled_rollouts += cancelled
+        return cancelled
+
+    def _count(self, group: Group, status: Status) -> None:
+        report = self._report
+        report.put[status.value] = report.put.get(status.value, 0) + 1
+        report.rollouts += len(group.rollouts)
+        report.response_tokens += sum(r.n_response_tokens for r in group.rollouts)
+        for rollout in group.rollouts:
+            if rollout.error_msg is not None:
+                known = rollout.error_msg in report.errors or len(report.errors) < ERRORS_MAX
+                text = rollout.error_msg if known else "(other errors)"
+                report.errors[text] = report.errors.get(text, 0) + 1

@@ -1,0 +1,314 @@
+"""Which prompts are handed out, to whom, and where a resumed run goes on (lifecycle L12, L25, L31).
+
+`TaskMix` splits a batch over tasks: deterministic in the train step, exact over time.
+`PromptSampler` hands out prompts and knows which are still under way and with whom, so that the
+prompts of a dead producer, and those that were under way when a run was killed, are handed out
+again and none is skipped or doubled.
+
+Lives in the driver, on its loop; no arena, no clock, no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Any, Protocol
+
+from trainer.errors import ConfigError
+from trainer.rollout import Prompt
+
+__all__ = ["DrawnPrompt", "PromptSampler", "PromptSource", "SequenceSource", "TaskMix"]
+
+#: Weights are brought to integers that sum to at most this; the length of the repeating pattern.
+PERIOD_MAX = 10_000
+
+
+class PromptSource(Protocol):
+    """The prompts of one task by number. Must be a pure function of the index."""
+
+    @property
+    def size(self) -> int | None:
+        """How many there are; None for a procedural source without end."""
+        ...
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt with this number, from 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSource:
+    """A source over prompts that are already in memory."""
+
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def size(self) -> int | None:
+        """Number of prompts."""
+        return len(self.prompts)
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt with this number."""
+        return self.prompts[index]
+
+
+class TaskMix:
+    """Splits batches over weighted tasks.
+
+    Each slot of the endless row of batch slots belongs to one task, in a pattern that repeats; a
+    task with share w has after n slots always between n*w - 1 and n*w + 1 of them, and exactly its
+    share after every period. (Earliest deadline first over the windows of each task's slots.)
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        if not weights:
+            raise ConfigError("no tasks were given; at least one is needed")
+        for task, weight in weights.items():
+            if not 0 < weight < float("inf"):
+                raise ConfigError(f"the weight of task {task!r} is {weight}; it must be above 0")
+        self.tasks = tuple(weights)
+        self.weights = dict(weights)
+        shares = _integer_shares(weights)
+        self._period = sum(shares.values())
+        self._prefix = _prefix_counts(shares, self._period)
+
+    def split(self, train_step: int, batch_groups: int) -> dict[str, int]:
+        """Groups of each task in the batch of `train_step` (1-based); sums to `batch_groups`."""
+        if train_step < 1 or batch_groups < 1:
+            raise ConfigError(f"train_step {train_step} and batch_groups {batch_groups}: from 1")
+        first = (train_step - 1) * batch_groups
+        counts = {
+            task: self._count(task, first + batch_groups) - self._count(task, first)
+            for task in self.tasks
+        }
+        return {task: count for task, count in counts.items() if count}
+
+    def without(self, tasks: Iterable[str]) -> TaskMix:
+        """The mix of the other tasks; `ConfigError` when none is left."""
+        gone = set(tasks)
+        return TaskMix({t: w for t, w in self.weights.items() if t not in gone}) if gone else self
+
+    def _count(self, task: str, slots: int) -> int:
+        periods, rest = divmod(slots, self._period)
+        prefix = self._prefix[task]
+        return periods * prefix[self._period] + prefix[rest]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPrompt:
+    """A prompt under way. `ticket` names this draw for good; `attempt` counts how often it was
+    handed out.
+    """
+
+    ticket: str
+    task: str
+    prompt: Prompt
+    attempt: int
+
+
+class PromptSampler:
+    """Hands out prompts of several tasks.
+
+    `epochs`: how often a finite source is gone through, None for ever. Each epoch is shuffled by
+    `seed` (None: in order).
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, PromptSource],
+        *,
+        seed: int | None = 0,
+        epochs: int | None = None,
+    ) -> None:
+        if not sources:
+            raise ConfigError("no prompt sources were given; at least one is needed")
+        for task, source in sources.items():
+            if source.size == 0:
+                raise ConfigError(f"the prompt source of task {task!r} is empty")
+        self._sources = dict(sources)
+        self._seed = seed
+        self._epochs = epochs
+        self._tasks = {task: _TaskState() for task in sources}
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks."""
+        return tuple(self._sources)
+
+    def remaining(self, task: str) -> int | None:
+        """How many more prompts can be drawn now; None without end."""
+        state = self._tasks[task]
+        size = self._sources[task].size
+        if size is None or self._epochs is None:
+            return None
+        return len(state.returned) + size * self._epochs - state.position
+
+    def outstanding(self, task: str) -> int:
+        """How many prompts are handed out and not settled."""
+        return len(self._tasks[task].out)
+
+    def draw(self, task: str, owner: str) -> DrawnPrompt | None:
+        """The next prompt of `task`, now under way with `owner`; None when there is no more."""
+        state = self._tasks[task]
+        if state.returned:
+            ordinal = state.returned.popleft()
+        elif self.remaining(task) != 0:
+            ordinal = state.position
+            state.position += 1
+        else:
+            return None
+        attempt = state.attempts.pop(ordinal, 0)
+        state.out[ordinal] = _Out(owner, attempt)
+        return DrawnPrompt(f"{task}-{ordinal}", task, self._prompt(task, ordinal), attempt)
+
+    def settle(self, ticket: str) -> bool:
+        """The prompt of `ticket` came to an end or is kept by the buffer; -> whether it was under
+        way.
+        """
+        task, ordinal = self._parse(ticket)
+        return self._tasks[task].out.pop(ordinal, None) is not None
+
+    def give_back(self, ticket: str) -> bool:
+        """The prompt of `ticket` will be handed out again, before new ones; -> whether it was under
+        way.
+        """
+        task, ordinal = self._parse(ticket)
+        state = self._tasks[task]
+        out = state.out.pop(ordinal, None)
+        if out is None:
+            return False
+        self._return(state, ordinal, out.attempt + 1)
+        return True
+
+    def redraw(self, ticket: str, attempt: int) -> None:
+        """Hand out again a prompt that was settled, because what the buffer kept of it was lost
+        (L12).
+        """
+        task, ordinal = self._parse(ticket)
+        self._return(self._tasks[task], ordinal, attempt)
+
+    def give_back_all(self, owner: str) -> int:
+        """Everything under way with `owner` will be handed out again; -> how many prompts."""
+        count = 0
+        for state in self._tasks.values():
+            for ordinal in sorted(o for o, out in state.out.items() if out.owner == owner):
+                self._return(state, ordinal, state.out.pop(ordinal).attempt + 1)
+                count += 1
+        return count
+
+    def to_json(self) -> dict[str, Any]:
+        """Position and all prompts that are under way or wait to be handed out again."""
+        return {
+            "seed": self._seed,
+            "tasks": {
+                task: {
+                    "position": state.position,
+                    # A prefetched prompt is not a finished one: it counts as not yet handed out.
+                    "again": [[o, state.attempts.get(o, 0)] for o in state.returned]
+                    + [[o, out.attempt + 1] for o, out in sorted(state.out.items())],
+                }
+                for task, state in self._tasks.items()
+            },
+        }
+
+    def load_json(self, value: Mapping[str, Any]) -> None:
+        """Go on where `to_json` was taken; prompts under way then are handed out first."""
+        if value["seed"] != self._seed:
+            raise ConfigError(
+                f"the snapshot was taken with prompt seed {value['seed']}, this run has "
+                f"{self._seed}; "
+                "another order of prompts cannot be resumed"
+            )
+        unknown = sorted(set(value["tasks"]) - set(self._tasks))
+        if unknown:
+            raise ConfigError(f"the snapshot has tasks {unknown} for which there is no source now")
+        for task, saved in value["tasks"].items():
+            state = _TaskState(position=saved["position"])
+            for ordinal, attempt in saved["again"]:
+                self._return(state, ordinal, attempt)
+            self._tasks[task] = state
+
+    @staticmethod
+    def _return(state: _TaskState, ordinal: int, attempt: int) -> None:
+        if ordinal not in state.attempts:
+            state.returned.append(ordinal)
+        state.attempts[ordinal] = attempt
+
+    def _parse(self, ticket: str) -> tuple[str, int]:
+        task, _, ordinal = ticket.rpartition("-")
+        if task not in self._tasks or not ordinal.isdecimal():
+            raise ConfigError(f"{ticket!r} is not a ticket of this sampler")
+        return task, int(ordinal)
+
+    def _prompt(self, task: str, ordinal: int) -> Prompt:
+        source = self._sources[task]
+        if source.size is None:
+            return source.prompt(ordinal)
+        epoch, place = divmod(ordinal, source.size)
+        if self._seed is None:
+            return source.prompt(place)
+        return source.prompt(_shuffled(source.size, f"{self._seed}/{task}/{epoch}")[place])
+
+
+class _Out:
+    """A prompt under way."""
+
+    __slots__ = ("attempt", "owner")
+
+    def __init__(self, owner: str, attempt: int) -> None:
+        self.owner = owner
+        self.attempt = attempt
+
+
+class _TaskState:
+    """Position of one task; ordinals count draws over all epochs."""
+
+    __slots__ = ("attempts", "out", "position", "returned")
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+        self.out: dict[int, _Out] = {}
+        self.returned: deque[int] = deque()
+        self.attempts: dict[int, int] = {}
+
+
+@functools.lru_cache(maxsize=8)
+def _shuffled(size: int, seed: str) -> tuple[int, ...]:
+    order = list(range(size))
+    random.Random(seed).shuffle(order)
+    return tuple(order)
+
+
+def _integer_shares(weights: Mapping[str, float]) -> dict[str, int]:
+    """Whole numbers in the ratio of the weights: exact for small fractions, else to 1 in 10,000."""
+    parts = {task: Fraction(weight).limit_denominator(1000) for task, weight in weights.items()}
+    if min(parts.values()) > 0:
+        scale = lcm(*(part.denominator for part in parts.values()))
+        shares = {task: int(part * scale) for task, part in parts.items()}
+        divisor = gcd(*shares.values())
+        if sum(shares.values()) // divisor <= PERIOD_MAX:
+            return {task: share // divisor for task, share in shares.items()}
+    total = sum(weights.values())
+    shares = {task: max(1, round(PERIOD_MAX * w / total)) for task, w in weights.items()}
+    divisor = gcd(*shares.values())
+    return {task: share // divisor for task, share in shares.items()}
+
+
+def _prefix_counts(shares: Mapping[str, int], period: int) -> dict[str, list[int]]:
+    """For each task: how many of the first n slots are its own, n = 0 .. period."""
+    given = dict.fromkeys(shares, 0)
+    prefix = {task: [0] for task in shares}
+    for slot in range(period):
+        # Unit job j of a task with share a/D has the window [floor(jD/a), ceil((j+1)D/a)); such
+        # windows always fit together, and the earliest deadline first finds the fit.
+        released = [t for t in shares if given[t] * period // shares[t] <= slot]
+        chosen = min(released, key=lambda t: -(-(given[t] + 1) * period // shares[t]))
+        given[chosen] += 1
+        for task in shares:
+            prefix[task].append(given[task])
+    return prefix

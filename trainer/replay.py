@@ -1,0 +1,520 @@
+"""The replay buffer: groups between producer and learner (lifecycle L06, L07, L09, L10, L14-L17,
+L29).
+
+It owns metadata only: an index of groups, the ledger, the window's counts. The tokens are in
+sessions of the arena, and whoever has the group has its sessions: `put` moves them from the
+producer to `replay`, `take` from `replay` to the learner, `lend` to a producer that goes on with
+them, each in the same step as the change of the index. So a batch that a learner releases is
+exactly what it took.
+
+Belongs to one process and one event loop; others reach it as an actor. Between two awaits nothing
+else runs, so each change is atomic for the loop; `count` and `nbytes` may be read from any thread.
+No call to another process is made, and nothing is awaited, while the lock is held (L17). Waiters
+are futures that are set when their batch is complete or their room is there: nothing polls
+(`trainer.waiting`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer import snapshot as snapshots
+from trainer.errors import BadGroup, PutTimeout, ReplayError, TakeTimeout
+from trainer.expiry import Expiry, ExpiryAction
+from trainer.ledger import Ledger
+from trainer.replay_index import Entry, Order, ReplayIndex
+from trainer.rollout import Batch, Group, Status
+from trainer.waiting import Waiting
+from trainer.window import Window
+
+if TYPE_CHECKING:
+    from shmstore import Store
+
+__all__ = ["Refreshed", "ReplayBuffer"]
+
+#: Statuses that are filed; the others end a group at `put`.
+_FILED = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
+
+
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """What `ReplayBuffer.refresh` did, in groups; `cut` counts rollouts."""
+
+    retry: int = 0
+    dropped: int = 0
+    cut: int = 0
+
+
+class ReplayBuffer:
+    """See the module. `owner` is the name under which the buffer holds sessions; it is bound to
+    this process.
+
+    `order`: "staleness" or "fifo". `max_bytes` limits what is stored ahead of need: a `put` beyond
+    it waits, unless a taker is waiting for just such a group, so the limit can never stand between
+    a taker and its batch. `expiry`: an `Expiry`, or "retry" / "drop" without limits; None never
+    expires.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        order: Order | str = Order.STALENESS,
+        max_bytes: int | None = None,
+        expiry: Expiry | str | None = None,
+        owner: str = "replay",
+    ) -> None:
+        if max_bytes is not None and max_bytes <= 0:
+            raise ReplayError(f"max_bytes is {max_bytes}; it must be above 0, or None for no limit")
+        self.owner = owner
+        self.expiry = _parse_expiry(expiry)
+        self.max_bytes = max_bytes
+        self.ledger = Ledger()
+        self.window = Window()
+        self.train_step = 0
+        self._store = store
+        self._index = ReplayIndex(Order.parse(order))
+        self._lock = threading.Lock()
+        self._next_seq = 0
+        self._lent: dict[str, tuple[Entry, str]] = {}
+        self._taken: dict[str, dict[str, Entry]] = {}
+        self.waiting = Waiting(self._completed, self._fits)
+        self._listeners: list[Callable[[], None]] = []
+        store.sessions.bind(owner, heir=None)
+
+    # -- the producer's side ---------------------------------------------------------------------
+
+    async def put(
+        self,
+        group: Group,
+        *,
+        task: str | None = None,
+        owner: str,
+        train_step: int | None = None,
+        timeout: float | None = None,
+    ) -> Status:
+        """File a group whose sessions `owner` holds; -> its status, read before anything is
+        changed.
+
+        FAILED and FILTERED are counted and their sessions released at once (L09); the others move
+        to the buffer with their sessions (L10). A group that is too old already is expired here.
+        Waits while the byte limit is reached (`PutTimeout` after `timeout` seconds). `BadGroup` for
+        what cannot be filed; `NotOwner` when a session is not `owner`'s, and then nothing has
+        changed.
+        """
+        if task is not None and task != group.task:
+            group = group.evolve(task=task)
+        self._check_group(group)
+        if train_step is not None:
+            self.train_step = max(self.train_step, train_step)
+        status = group.status
+        if status not in _FILED:
+            self._end_at_put(group, status, owner)
+            return status
+        group = group.evolve(nbytes=self._measure(group))
+        try:
+            async with asyncio.timeout(timeout):
+                await self.waiting.for_room(group.task, group.nbytes)
+        except TimeoutError:
+            raise PutTimeout(
+                f"no room after {timeout} s for group {group.uid!r} of {group.nbytes} bytes: "
+                f"{self.nbytes} of max_bytes {self.max_bytes} are used"
+            ) from None
+        return self._file(group, owner)
+
+    def discard(self, group: Group, *, owner: str) -> None:
+        """A producer gives a group up (L21): its sessions end, its rollouts are booked as
+        cancelled.
+        """
+        self._book_first_put(group)
+        self.ledger.book_end(group.task, "cancelled", len(group.rollouts))
+        self.window.task(group.task).cancelled_samples += len(group.rollouts)
+        self._lent.pop(group.uid, None)
+        self._store.sessions.release(group.session_ids, owner=owner)
+        self._changed()
+
+    def lend(self, task: str, status: Status, *, owner: str) -> Group | None:
+        """Hand the next ABORTED or EXPIRED group to a producer that goes on with it, sessions
+        included.
+
+        It counts as buffered until the producer puts it again or discards it.
+        """
+        with self._lock:
+            entry = self._index.pop(task, status)
+            if entry is None:
+                return None
+            with self._or_refile([entry]):
+                self._store.sessions.transfer(
+                    entry.group.session_ids, src=self.owner, dst=owner, strict=True
+                )
+            self._lent[entry.group.uid] = (entry, owner)
+        self._changed()
+        return entry.group
+
+    # -- the learner's side ----------------------------------------------------------------------
+
+    async def take(
+        self,
+        need: Mapping[str, int],
+        *,
+        train_step: int,
+        owner: str,
+        timeout: float | None = None,
+    ) -> Batch:
+        """Wait until `need` (task -> groups) can be met, then move those groups and sessions to
+        `owner`.
+
+        All or nothing, in one step (L06); groups that are too old for `train_step` are expired
+        first. Raises `TakeTimeout` after `timeout` seconds, `EndOfData` when a task has ended,
+        `PartFailed` when a part died.
+        """
+        _check_need(need)
+        self.settle(owner)
+        await self.refresh(train_step)
+        try:
+            async with asyncio.timeout(timeout):
+                await self.waiting.for_batch(need)
+        except TimeoutError:
+            raise TakeTimeout(
+                f"no batch after {timeout} s: need {dict(need)}, in the buffer "
+                f"{self._index.counts()}, lent to producers {len(self._lent)} groups"
+            ) from None
+        return self._hand_over(need, train_step, owner)
+
+    def settle(self, owner: str) -> int:
+        """Book the groups that `owner` took and whose sessions it has released; -> rollouts
+        trained.
+
+        `take` does this for the earlier batches of the same owner.
+        """
+        taken = self._taken.get(owner, {})
+        done = [entry for entry in taken.values() if not self._any_alive(entry.group)]
+        for entry in done:
+            del taken[entry.group.uid]
+            self.ledger.book_end(entry.group.task, "trained", len(entry.group.rollouts))
+        if done:
+            self._changed()
+        return sum(len(entry.group.rollouts) for entry in done)
+
+    def settle_all(self) -> None:
+        """`settle` for everyone who took a batch."""
+        for owner in list(self._taken):
+            self.settle(owner)
+
+    # -- both ------------------------------------------------------------------------------------
+
+    async def refresh(self, train_step: int) -> Refreshed:
+        """Expire what is too old at `train_step` (L16); costs what it expires."""
+        self.train_step = max(self.train_step, train_step)
+        with self._lock:
+            expired = self._index.pop_expired(train_step)
+        if not expired:
+            return Refreshed()
+        if self.expiry.action is ExpiryAction.DROP:
+            self._drop(expired)
+            return Refreshed(dropped=len(expired))
+        cut = 0
+        for entry in expired:
+            group, n_cut = self._cut_back(entry.group, train_step)
+            cut += n_cut
+            self._add(group, entry.seq)
+        self._changed()
+        return Refreshed(retry=len(expired), cut=cut)
+
+    def count(self, task: str, status: Status) -> int:
+        """Groups of this task and status that can be taken or lent now; from any thread."""
+        return self._index.count(task, status)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena that groups in the buffer hold; from any thread."""
+        return self._index.nbytes
+
+    @property
+    def group_nbytes_mean(self) -> float:
+        """Mean size of the groups in the buffer; 0 while it is empty."""
+        return self._index.nbytes / len(self._index) if len(self._index) else 0.0
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def held(self) -> dict[str, int]:
+        """Rollouts per task that are in the buffer, lent out, or taken and not yet settled."""
+        held = dict(self._index.n_rollouts)
+        lent = (entry for entry, _ in self._lent.values())
+        taken = (entry for entries in self._taken.values() for entry in entries.values())
+        for entry in (*lent, *taken):
+            task = entry.group.task
+            held[task] = held.get(task, 0) + len(entry.group.rollouts)
+        return {task: count for task, count in held.items() if count}
+
+    def check_books(self) -> None:
+        """`LedgerError` unless every produced rollout is accounted for (L26)."""
+        self.settle_all()
+        self.ledger.balance(self.held())
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` on this loop after each change of contents; it must not block or
+        await.
+        """
+        self._listeners.append(listener)
+
+    # -- deaths and ends -------------------------------------------------------------------------
+
+    def owner_died(self, owner: str) -> tuple[int, list[Group]]:
+        """A process that held sessions as `owner` is gone: nothing of it may be lost (L07, L12).
+
+        Groups that it had taken are offered again in their old place; groups that were lent to it,
+        whose sessions ended with it, are booked as cancelled. -> (groups offered again, groups
+        cancelled).
+        """
+        self.settle(owner)
+        sessions = self._store.sessions
+        offered = 0
+        for entry in self._taken.pop(owner, {}).values():
+            ids = entry.group.session_ids
+            # Those that the heir rule has moved already are `replay`'s; the rest move now.
+            sessions.transfer(ids, src=owner, dst=self.owner, strict=False)
+            if all(sid in sessions and sessions.owner(sid) == self.owner for sid in ids):
+                self._add(entry.group, entry.seq)
+                offered += 1
+            else:
+                sessions.release(ids, owner=self.owner)
+                self._book_cancelled(entry.group)
+        lost = [entry.group for entry, holder in self._lent.values() if holder == owner]
+        for group in lost:
+            del self._lent[group.uid]
+            self._book_cancelled(group)
+        sessions.release_owned(owner)
+        self._changed()
+        return offered, lost
+
+    def close(self) -> int:
+        """Release every session of the buffer; -> how many. The buffer is empty afterwards."""
+        for entry in list(self._index):
+            self._index.remove(entry.group.uid)
+            self._book_cancelled(entry.group)
+        return len(self._store.sessions.release_owned(self.owner))
+
+    # -- snapshot --------------------------------------------------------------------------------
+
+    async def snapshot(self, folder: str | Path) -> None:
+        """Write the buffer with its payloads to `folder`; an earlier snapshot there stays whole
+        until the end.
+
+        The producer goes on: what is to be written is pinned in one step, then written by a thread.
+        """
+        await snapshots.write(self.freeze(), Path(folder))
+
+    def freeze(self) -> snapshots.Frozen:
+        """Pin everything that a snapshot of this moment consists of. Groups taken and not settled
+        are part of it.
+        """
+        self.settle_all()
+        entries = [*self._index, *(entry for entry, _ in self._lent.values())]
+        entries += [e for taken in self._taken.values() for e in taken.values()]
+        entries.sort(key=lambda entry: entry.seq)
+        return snapshots.freeze(
+            self._store,
+            groups=[entry.group for entry in entries],
+            state={
+                "train_step": self.train_step,
+                "ledger": self.ledger.to_json(),
+                "window": self.window.to_json(),
+            },
+        )
+
+    @classmethod
+    async def resume(
+        cls,
+        folder: str | Path,
+        store: Store,
+        *,
+        order: Order | str = Order.STALENESS,
+        max_bytes: int | None = None,
+        expiry: Expiry | str | None = None,
+        owner: str = "replay",
+    ) -> ReplayBuffer:
+        """A buffer with the content of the snapshot in `folder`, in new sessions of `store` owned
+        by `owner`.
+        """
+        buffer = cls(store, order=order, max_bytes=max_bytes, expiry=expiry, owner=owner)
+        groups, state = await snapshots.read(Path(folder), store, owner=owner)
+        buffer.train_step = int(state["train_step"])
+        buffer.ledger = Ledger.from_json(state["ledger"])
+        buffer.window = Window.from_json(state["window"])
+        for group in groups:
+            buffer._add(group.evolve(nbytes=buffer._measure(group)), buffer._new_seq())
+        return buffer
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _file(self, group: Group, owner: str) -> Status:
+        deadline = self.expiry.group_deadline(group)
+        stale = deadline is not None and deadline <= self.train_step
+        if stale and self.expiry.action is ExpiryAction.DROP:
+            self._end_at_put(group, Status.EXPIRED, owner)
+            return Status.EXPIRED
+        with self._lock:
+            self._store.sessions.transfer(group.session_ids, src=owner, dst=self.owner, strict=True)
+            lent = self._lent.get(group.uid)
+            seq = lent[0].seq if lent else self._new_seq()
+            if not stale:
+                self._index.add(group, seq, deadline)
+        self._book_first_put(group)
+        self._lent.pop(group.uid, None)
+        if stale:
+            group, _ = self._cut_back(group, self.train_step)
+            self._add(group, seq)
+        self._count_put(group)
+        self._changed()
+        return group.status
+
+    def _end_at_put(self, group: Group, status: Status, owner: str) -> None:
+        """FAILED, FILTERED and droppable EXPIRED groups: counted, then released; never filed
+        (L09).
+        """
+        self._book_first_put(group)
+        self._lent.pop(group.uid, None)
+        self._count_put(group)
+        n = len(group.rollouts)
+        window = self.window.task(group.task)
+        if status is Status.FAILED:
+            self.ledger.book_end(group.task, "failed", n)
+            window.failed_samples += n
+        elif status is Status.FILTERED:
+            self.ledger.book_end(group.task, "filtered", n)
+            window.filtered_samples += n
+        else:
+            self.ledger.book_end(group.task, "expired_dropped", n)
+            window.expired_samples += n
+        self._store.sessions.release(group.session_ids, owner=owner)
+        self._changed()
+
+    def _drop(self, entries: Sequence[Entry]) -> None:
+        """Already out of the index; one call releases all their sessions, outside the lock
+        (L16).
+        """
+        for entry in entries:
+            n = len(entry.group.rollouts)
+            self.ledger.book_end(entry.group.task, "expired_dropped", n)
+            self.window.task(entry.group.task).expired_samples += n
+        ids = [sid for entry in entries for sid in entry.group.session_ids]
+        self._store.sessions.release(ids, owner=self.owner)
+        self._changed()
+
+    def _cut_back(self, group: Group, train_step: int) -> tuple[Group, int]:
+        """Stale members lose their response, in the record and in the session (L16, retry)."""
+        group, stale = self.expiry.cut_stale(group, train_step)
+        for rollout in stale:
+            self._store.sessions.truncate(rollout.session_id, keep=rollout.n_prompt_nodes)
+        self.window.task(group.task).expired_samples += len(stale)
+        return group.evolve(nbytes=self._measure(group)), len(stale)
+
+    def _add(self, group: Group, seq: int) -> None:
+        with self._lock:
+            self._index.add(group, seq, self.expiry.group_deadline(group))
+
+    def _new_seq(self) -> int:
+        self._next_seq += 1
+        return self._next_seq
+
+    def _hand_over(self, need: Mapping[str, int], train_step: int, owner: str) -> Batch:
+        """Index and sessions change together: either both have moved or neither (L06)."""
+        with self._lock:
+            entries: list[Entry] = []
+            with self._or_refile(entries):
+                for task, count in need.items():
+                    for _ in range(count):
+                        entry = self._index.pop(task, Status.COMPLETED)
+                        assert entry is not None, (task, count)
+                        entries.append(entry)
+                ids = [sid for entry in entries for sid in entry.group.session_ids]
+                self._store.sessions.transfer(ids, src=self.owner, dst=owner, strict=True)
+            self._taken.setdefault(owner, {}).update((e.group.uid, e) for e in entries)
+            report = self.window.close(self._index.counts())
+        self._changed()
+        return Batch(tuple(entry.group for entry in entries), report, train_step)
+
+    @contextmanager
+    def _or_refile(self, entries: list[Entry]) -> Iterator[None]:
+        """Put `entries` back into the index when the block raises; the lock is held."""
+        try:
+            yield
+        except BaseException:
+            for entry in entries:
+                self._index.add(entry.group, entry.seq, entry.deadline)
+            raise
+
+    def _completed(self, task: str) -> int:
+        return self._index.count(task, Status.COMPLETED)
+
+    def _fits(self, nbytes: int) -> bool:
+        """An empty buffer takes any group: one that is larger than the limit must not wait for
+        ever.
+        """
+        return (
+            self.max_bytes is None
+            or not len(self._index)
+            or self._index.nbytes + nbytes <= self.max_bytes
+        )
+
+    def _changed(self) -> None:
+        self.waiting.wake()
+        for listener in self._listeners:
+            listener()
+
+    def _check_group(self, group: Group) -> None:
+        unfinished = [r.uid for r in group.rollouts if r.status is Status.INIT]
+        if unfinished:
+            raise BadGroup(f"rollouts {unfinished} of group {group.uid!r} are still INIT")
+        if group.uid in self._index or any(group.uid in taken for taken in self._taken.values()):
+            raise BadGroup(f"group {group.uid!r} is in the buffer already; each uid is put once")
+
+    def _measure(self, group: Group) -> int:
+        """Bytes that the sessions of a group hold, an object shared by several once."""
+        objects = self._store.sessions.objects
+        refs = {entry.ref for sid in group.session_ids for entry in objects(sid)}
+        return sum(ref.nbytes for ref in refs)
+
+    def _any_alive(self, group: Group) -> bool:
+        sessions = self._store.sessions
+        return any(sid in sessions for sid in group.session_ids)
+
+    def _book_first_put(self, group: Group) -> None:
+        if group.uid not in self._lent:
+            self.ledger.book_produced(group.task, len(group.rollouts))
+
+    def _book_cancelled(self, group: Group) -> None:
+        self.ledger.book_end(group.task, "cancelled", len(group.rollouts))
+        self.window.task(group.task).cancelled_samples += len(group.rollouts)
+
+    def _count_put(self, group: Group) -> None:
+        """What a put adds to the window (L29); rewards of filtered groups count, raw."""
+        window = self.window.task(group.task)
+        window.produced_samples += len(group.rollouts)
+        window.produced_tokens += sum(r.n_response_tokens for r in group.rollouts)
+        window.add_time(max(r.generation_time_s for r in group.rollouts))
+        if group.status is Status.COMPLETED:
+            window.completed_samples += len(group.rollouts)
+        rewards = [r.reward for r in group.rollouts if r.reward is not None]
+        window.raw_reward_sum += sum(rewards)
+        window.raw_reward_count += len(rewards)
+
+
+def _parse_expiry(expiry: Expiry | str | None) -> Expiry:
+    if isinstance(expiry, Expiry):
+        return expiry
+    return Expiry() if expiry is None else Expiry(action=ExpiryAction(expiry))
+
+
+def _check_need(need: Mapping[str, int]) -> None:
+    wrong = {task: count for task, count in need.items() if count < 1}
+    if not need or wrong:
+        raise ReplayError(f"take needs at least one group of each task asked for, not {dict(need)}")

@@ -1,0 +1,294 @@
+"""A segment as one Arrow record batch: schema, fast writer, reader.
+
+Columns, a row a token: `token_id`, `label`, `model_step` int32, `logprob` float32, and with routing
+`routed_experts` as a fixed-shape tensor `[layers, top_k]` of uint8 or uint16. The schema's metadata
+carries `text` (UTF-8, padded with zeros to a size class), `text_nbytes`, `n_routed`, and
+`routed_before`: rows of routing for tokens just before this segment, which the engine could only
+report with it (the last token of the turn before).
+
+Writing through pyarrow costs more than copying the payload. So the two messages of the stream are
+made once per shape by pyarrow, kept, and patched: only lengths in fixed places and the text change.
+Every kept template was compared, byte for byte, with what pyarrow writes for the same batch, so a
+pyarrow that lays out messages in another way is noticed at once and pyarrow's own bytes are used.
+
+No arena here; called by `trainer.trace` and `trainer.snapshot`, from any thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+
+from trainer.errors import TraceError
+from trainer.rollout import Segment
+
+__all__ = ["Columns", "encode", "read", "to_batch"]
+
+Routing = NDArray[np.uint8] | NDArray[np.uint16]
+
+#: Shapes (tokens, layers, text size class ...) of which the message templates are kept.
+TEMPLATES_MAX = 4096
+#: The smallest class of text sizes; classes double, so a template serves many texts.
+_TEXT_CLASS_MIN = 64
+_DIGITS = 10
+_PADDING = b"\0" * 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Read-only views of one stored segment; they pin its bytes. `routed_before`: [r, layers,
+    top_k].
+    """
+
+    token_ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    model_steps: NDArray[np.int32]
+    routed_experts: Routing | None
+    n_routed: int
+    routed_before: Routing | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the bytes of the two messages depend on, besides the patched values."""
+
+    n: int
+    dtype: str | None
+    layers: int
+    top_k: int
+    before: int
+    text_class: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """Messages of one shape; places in the schema message where values are patched in."""
+
+    schema_message: bytes
+    batch_message: bytes
+    text_at: int
+    text_nbytes_at: int
+    n_routed_at: int
+    before_at: int
+
+
+def encode(segment: Segment) -> Sequence[Any]:
+    """The segment as buffers whose concatenation is one Arrow IPC stream."""
+    text = segment.text.encode()
+    shape = _shape_of(segment, len(text))
+    template = _template(shape)
+    if template is None:
+        return _encode_by_pyarrow(segment)
+    head = bytearray(template.schema_message)
+    head[template.text_at : template.text_at + len(text)] = text
+    _patch(head, template.text_nbytes_at, b"%010d" % len(text))
+    _patch(head, template.n_routed_at, b"%010d" % segment.n_routed)
+    if shape.before:
+        assert segment.routed_before is not None
+        _patch(head, template.before_at, segment.routed_before.tobytes())
+    parts: list[Any] = [head, template.batch_message]
+    odd = segment.token_ids.nbytes % 8 != 0
+    for column in (segment.token_ids, segment.labels, segment.logprobs, segment.model_steps):
+        parts.append(column)
+        if odd:
+            parts.append(_PADDING[:4])
+    if segment.routed_experts is not None:
+        parts += _routing_parts(segment.routed_experts, shape.n)
+    return parts
+
+
+def to_batch(segment: Segment) -> pa.RecordBatch:
+    """The same record batch by way of pyarrow."""
+    text = segment.text.encode()
+    shape = _shape_of(segment, len(text))
+    before = segment.routed_before.tobytes() if segment.routed_before is not None else b""
+    metadata = _metadata(shape, text, segment.n_routed, before)
+    arrays = [
+        pa.array(column)
+        for column in (segment.token_ids, segment.labels, segment.logprobs, segment.model_steps)
+    ]
+    if segment.routed_experts is not None:
+        flat = b"".join(
+            memoryview(p).cast("B") for p in _routing_parts(segment.routed_experts, shape.n)
+        )
+        unpadded = shape.n * shape.layers * shape.top_k * segment.routed_experts.itemsize
+        values = pa.Array.from_buffers(
+            pa.from_numpy_dtype(segment.routed_experts.dtype),
+            shape.n * shape.layers * shape.top_k,
+            [None, pa.py_buffer(flat[:unpadded])],
+        )
+        storage = pa.FixedSizeListArray.from_arrays(values, shape.layers * shape.top_k)
+        arrays.append(pa.ExtensionArray.from_storage(_tensor_type(shape), storage))
+    return pa.RecordBatch.from_arrays(arrays, schema=_schema(shape, metadata))
+
+
+def read(batch: pa.RecordBatch) -> Columns:
+    """Views of a stored segment; `TraceError` when the batch is none."""
+    metadata = batch.schema.metadata
+    if metadata is None or b"text_nbytes" not in metadata:
+        raise TraceError(
+            f"this record batch is not a segment; its columns are {batch.schema.names}"
+        )
+    columns = batch.columns
+    routed = before = None
+    if len(columns) > 4:
+        layers, top_k = columns[4].type.shape
+        n = batch.num_rows
+        values = columns[4].storage.flatten().to_numpy(zero_copy_only=True)
+        routed = values.reshape(n, layers, top_k)
+        raw = metadata[b"routed_before"]
+        if raw:
+            before = np.frombuffer(raw, routed.dtype).reshape(-1, layers, top_k)
+    return Columns(
+        token_ids=columns[0].to_numpy(zero_copy_only=True),
+        labels=columns[1].to_numpy(zero_copy_only=True),
+        logprobs=columns[2].to_numpy(zero_copy_only=True),
+        model_steps=columns[3].to_numpy(zero_copy_only=True),
+        routed_experts=routed,
+        n_routed=int(metadata[b"n_routed"]),
+        routed_before=before,
+        text=metadata[b"text"][: int(metadata[b"text_nbytes"])].decode(),
+    )
+
+
+def _shape_of(segment: Segment, text_nbytes: int) -> _Shape:
+    text_class = _TEXT_CLASS_MIN
+    while text_class < text_nbytes:
+        text_class *= 2
+    routed = segment.routed_experts
+    if routed is None:
+        return _Shape(len(segment), None, 0, 0, 0, text_class)
+    before = 0 if segment.routed_before is None else len(segment.routed_before)
+    _, layers, top_k = routed.shape
+    return _Shape(len(segment), routed.dtype.name, layers, top_k, before, text_class)
+
+
+def _routing_parts(routed: Routing, n: int) -> list[Any]:
+    """Rows of all n tokens (a missing last row is zero), padded to 8 bytes as Arrow wants."""
+    parts: list[Any] = [np.ascontiguousarray(routed)] if len(routed) else []
+    _, layers, top_k = routed.shape
+    row_nbytes = layers * top_k * routed.itemsize
+    missing = (n - len(routed)) * row_nbytes
+    tail = missing + -(n * row_nbytes) % 8
+    if tail:
+        parts.append(bytes(tail))
+    return parts
+
+
+def _patch(head: bytearray, at: int, value: bytes) -> None:
+    head[at : at + len(value)] = value
+
+
+def _tensor_type(shape: _Shape) -> pa.FixedShapeTensorType:
+    assert shape.dtype is not None
+    return pa.fixed_shape_tensor(
+        pa.from_numpy_dtype(np.dtype(shape.dtype)), (shape.layers, shape.top_k)
+    )
+
+
+def _schema(shape: _Shape, metadata: dict[str, bytes]) -> pa.Schema:
+    fields = [
+        pa.field("token_id", pa.int32(), nullable=False),
+        pa.field("label", pa.int32(), nullable=False),
+        pa.field("logprob", pa.float32(), nullable=False),
+        pa.field("model_step", pa.int32(), nullable=False),
+    ]
+    if shape.dtype is not None:
+        fields.append(pa.field("routed_experts", _tensor_type(shape), nullable=False))
+    return pa.schema(fields, metadata=metadata)
+
+
+def _metadata(shape: _Shape, text: bytes, n_routed: int, before: bytes) -> dict[str, bytes]:
+    return {
+        "text_nbytes": b"%010d" % len(text),
+        "n_routed": b"%010d" % n_routed,
+        "routed_before": before,
+        "text": text.ljust(shape.text_class, b"\0"),
+    }
+
+
+def _encode_by_pyarrow(segment: Segment) -> list[Any]:
+    batch = to_batch(segment)
+    return [batch.schema.serialize(), batch.serialize()]
+
+
+@functools.lru_cache(maxsize=TEMPLATES_MAX)
+def _template(shape: _Shape) -> _Template | None:
+    """The messages of this shape, or None when pyarrow's layout is not the one that we patch."""
+    if shape.n == 0:
+        return None
+    text_mark = b"\x01T" * (shape.text_class // 2)
+    row_nbytes = shape.layers * shape.top_k * (np.dtype(shape.dtype).itemsize if shape.dtype else 1)
+    before_mark = b"\x02" * (shape.before * row_nbytes)
+    metadata = _metadata(shape, text_mark, 1111111111, before_mark)
+    metadata["text_nbytes"] = b"2222222222"
+    schema_message = bytes(_schema(shape, metadata).serialize())
+    marks = (text_mark, b"2222222222", b"1111111111")
+    if any(schema_message.count(mark) != 1 for mark in marks):
+        return None
+    batch_message = bytes(_zero_batch(shape).serialize())
+    column = shape.n * 4 + -(shape.n * 4) % 8
+    body = 4 * column
+    if shape.dtype is not None:
+        body += shape.n * row_nbytes + -(shape.n * row_nbytes) % 8
+    head = 8 + int.from_bytes(batch_message[4:8], "little")
+    if len(batch_message) != head + body:
+        return None
+    template = _Template(
+        schema_message=schema_message.replace(text_mark, bytes(shape.text_class)),
+        batch_message=batch_message[:head],
+        text_at=schema_message.index(text_mark),
+        text_nbytes_at=schema_message.index(b"2222222222"),
+        n_routed_at=schema_message.index(b"1111111111"),
+        before_at=schema_message.index(before_mark) if before_mark else 0,
+    )
+    return template if _same_as_pyarrow(shape, template) else None
+
+
+def _zero_batch(shape: _Shape) -> pa.RecordBatch:
+    return to_batch(_sample(shape, 0))
+
+
+def _sample(shape: _Shape, value: int) -> Segment:
+    ints = np.full(shape.n, value, np.int32)
+    routed = before = None
+    if shape.dtype is not None:
+        routed = np.full((shape.n, shape.layers, shape.top_k), value, shape.dtype)
+        if shape.before:
+            before = routed[:1].repeat(shape.before, axis=0)
+    return Segment(
+        token_ids=ints,
+        labels=ints + value,
+        logprobs=np.full(shape.n, value + 0.5, np.float32),
+        model_steps=ints + 2 * value,
+        text="x" * (shape.text_class // 2 + 1),
+        routed_experts=routed,
+        routed_before=before,
+    )
+
+
+def _same_as_pyarrow(shape: _Shape, template: _Template) -> bool:
+    """Whether pyarrow reads from the template's layout just what was put in, column by column."""
+    sample = _sample(shape, 3)
+    body = b"".join(
+        column.tobytes() + b"\0" * (-column.nbytes % 8)
+        for column in (sample.token_ids, sample.labels, sample.logprobs, sample.model_steps)
+    )
+    if sample.routed_experts is not None:
+        body += b"".join(bytes(p) for p in _routing_parts(sample.routed_experts, shape.n))
+    stream = template.schema_message + template.batch_message + body
+    batch = pa.ipc.open_stream(pa.py_buffer(stream)).read_next_batch()
+    columns = [column.to_pylist() for column in batch.columns[:4]]
+    wanted = [column.to_pylist() for column in to_batch(sample).columns[:4]]
+    same_routing = sample.routed_experts is None or bool(
+        (batch.column(4).storage.flatten().to_numpy() == 3).all()
+    )
+    return columns == wanted and same_routing

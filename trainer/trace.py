@@ -1,0 +1,350 @@
+"""Trace sessions: the tree of segments of one conversation, in the arena (lifecycle, "session";
+L05, L18).
+
+There is no server. `insert`, `search`, `export` and `release` work on shared memory in the caller's
+own process; any number of `TraceStore` objects in any number of processes see the same sessions. A
+node is the position of a segment in its session; each node but a root has a parent. A session that
+was released is gone: inserting into it raises `SessionReleased`, and never brings it back.
+
+Nothing is cached and no view is kept after a call, so a released session's bytes return at once.
+Safe to call from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from trainer import segment_codec
+from trainer.errors import RoutingGap, TraceError, TraceMismatch
+from trainer.rollout import Segment, Trace
+from trainer.segment_codec import Columns
+
+if TYPE_CHECKING:
+    from shmstore import Entry, ObjectRef, Store
+
+__all__ = ["Match", "TraceStore"]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored prefix of a query that is made of whole segments.
+
+    `length` in tokens, or in characters when the query was text; `nodes` is its path from the root.
+    """
+
+    length: int
+    nodes: tuple[int, ...]
+
+
+class TraceStore:
+    """Trace sessions of one arena."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._sessions = store.sessions
+
+    def open(self, session_id: str, owner: str) -> None:
+        """Begin a session; `SessionExists` while one of this id lives."""
+        self._sessions.open(session_id, owner=owner)
+
+    def insert(
+        self,
+        session_id: str,
+        segment: Segment,
+        parent: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Add a segment below `parent` (None: a new root); -> its node.
+
+        `SessionReleased` when the session is gone; `StoreFull` when the arena has no room within
+        `timeout` seconds (None: does not wait). The segment is visible to all processes when this
+        returns, and never in part.
+        """
+        ref = self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
+        return self._sessions.attach(session_id, ref, parent)
+
+    def insert_shared(
+        self,
+        session_ids: Sequence[str],
+        segment: Segment,
+        parent: int | None = None,
+        timeout: float | None = None,
+    ) -> list[int]:
+        """Store a segment once and add it to several sessions: the prompt of a group.
+
+        -> its node in each. All sessions get it, or those before the one that is released.
+        """
+        ref = self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
+        return [self._sessions.attach(session_id, ref, parent) for session_id in session_ids]
+
+    def segment(self, session_id: str, node: int) -> Segment:
+        """One segment as read-only views; they pin its bytes while they are kept."""
+        columns = self._read(self._entry(self._objects(session_id), session_id, node).ref)
+        return Segment(
+            token_ids=columns.token_ids,
+            labels=columns.labels,
+            logprobs=columns.logprobs,
+            model_steps=columns.model_steps,
+            text=columns.text,
+            routed_experts=columns.routed_experts,
+            n_routed=columns.n_routed,
+            routed_before=columns.routed_before,
+        )
+
+    def leaves(self, session_id: str) -> list[int]:
+        """Nodes without children, in the order of insertion."""
+        entries = self._objects(session_id)
+        parents = {entry.parent for entry in entries}
+        return [node for node in range(len(entries)) if node not in parents]
+
+    def search(
+        self,
+        session_id: str,
+        text: str | None = None,
+        token_ids: ArrayLike | None = None,
+    ) -> Match:
+        """The longest prefix of the query that the session stores as a path of whole segments."""
+        best, _ = self._longest(self._objects(session_id), _query(text, token_ids))
+        return best
+
+    def export(
+        self,
+        session_id: str,
+        node: int | None = None,
+        text: str | None = None,
+        token_ids: ArrayLike | None = None,
+    ) -> Trace:
+        """The path from a root to `node`, or the path that is exactly `text` or `token_ids`; copied
+        once.
+
+        With none of them given the session must have one leaf. Raises `TraceMismatch` when no path
+        is exactly the query, `RoutingGap` when only some segments of the path carry routed experts.
+        """
+        entries = self._objects(session_id)
+        if text is not None or token_ids is not None:
+            if node is not None:
+                raise TraceError("export takes one of node, text and token_ids")
+            nodes = self._exact_path(session_id, entries, _query(text, token_ids))
+        else:
+            nodes = self._path_to(entries, session_id, self._only_leaf(entries, session_id, node))
+        return _assemble(session_id, nodes, [self._read(entries[n].ref) for n in nodes])
+
+    def release(self, session_ids: Sequence[str], owner: str, strict: bool = False) -> list[str]:
+        """End those of the sessions that exist and are `owner`'s; -> their ids (L03, L04)."""
+        return self._sessions.release(session_ids, owner, strict)
+
+    def truncate(self, session_id: str, keep: int) -> int:
+        """Let go of all segments from position `keep` on; -> how many."""
+        return self._sessions.truncate(session_id, keep)
+
+    def path(self, session_id: str, node: int) -> list[int]:
+        """Nodes from the root to `node`."""
+        return self._path_to(self._objects(session_id), session_id, node)
+
+    def length(self, session_id: str) -> int:
+        """How many segments the session has."""
+        return len(self._objects(session_id))
+
+    def nbytes(self, session_id: str) -> int:
+        """Bytes of the arena that the session's segments take."""
+        return sum(entry.ref.nbytes for entry in self._objects(session_id))
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _objects(self, session_id: str) -> list[Entry]:
+        return self._sessions.objects(session_id)
+
+    def _read(self, ref: ObjectRef) -> Columns:
+        return segment_codec.read(self._store.get(ref))
+
+    def _entry(self, entries: list[Entry], session_id: str, node: int) -> Entry:
+        if not 0 <= node < len(entries):
+            raise TraceError(
+                f"session {session_id!r} has nodes 0 to {len(entries) - 1}; there is no {node}"
+            )
+        return entries[node]
+
+    def _only_leaf(self, entries: list[Entry], session_id: str, node: int | None) -> int:
+        if node is not None:
+            return node
+        parents = {entry.parent for entry in entries}
+        leaves = [n for n in range(len(entries)) if n not in parents]
+        if len(leaves) != 1:
+            raise TraceError(
+                f"session {session_id!r} has the leaves {leaves}; say which path with node=, text= "
+                "or "
+                "token_ids="
+            )
+        return leaves[0]
+
+    def _path_to(self, entries: list[Entry], session_id: str, node: int) -> list[int]:
+        path = [node]
+        parent = self._entry(entries, session_id, node).parent
+        while parent is not None:
+            path.append(parent)
+            parent = entries[parent].parent
+        return path[::-1]
+
+    def _exact_path(self, session_id: str, entries: list[Entry], query: _Query) -> list[int]:
+        best, partial = self._longest(entries, query)
+        if best.length == len(query):
+            return list(best.nodes)
+        unit = "characters" if query.text is not None else "tokens"
+        where = f"node {best.nodes[-1]}" if best.nodes else "the root"
+        raise TraceMismatch(
+            f"session {session_id!r} has no path of exactly these {len(query)} {unit}: whole "
+            "segments "
+            f"match up to {best.length} (after {where}), and it diverges at {partial}: "
+            f"{query.around(partial)}",
+            length=partial,
+            node=best.nodes[-1] if best.nodes else -1,
+        )
+
+    def _longest(self, entries: list[Entry], query: _Query) -> tuple[Match, int]:
+        """Depth first over the paths that match; -> (longest of whole segments, longest at all)."""
+        children: dict[int | None, list[int]] = {}
+        for node, entry in enumerate(entries):
+            children.setdefault(entry.parent, []).append(node)
+        best = Match(0, ())
+        partial = 0
+        # A path is extended from the stack, so deep conversations need no recursion.
+        stack: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+        while stack:
+            length, path = stack.pop()
+            if length > best.length or (length == best.length and len(path) > len(best.nodes)):
+                best = Match(length, path)
+            # Reversed, so that the first inserted of equal segments is explored first and wins.
+            for node in reversed(children.get(path[-1] if path else None, [])):
+                columns = self._read(entries[node].ref)
+                common, whole = query.common_prefix(length, columns)
+                partial = max(partial, length + common)
+                if whole:
+                    stack.append((length + common, (*path, node)))
+        return best, max(partial, best.length)
+
+
+class _Query:
+    """A prefix that is looked for: as text or as token ids."""
+
+    def __init__(self, text: str | None, tokens: NDArray[np.int32] | None) -> None:
+        self.text = text
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        if self.text is not None:
+            return len(self.text)
+        assert self.tokens is not None
+        return len(self.tokens)
+
+    def common_prefix(self, at: int, columns: Columns) -> tuple[int, bool]:
+        """How much of a segment equals the query from `at` on, and whether that is all of it."""
+        if self.text is not None:
+            text = columns.text
+            if self.text.startswith(text, at):
+                return len(text), True
+            rest = self.text[at : at + len(text)]
+            return next(
+                (i for i, (a, b) in enumerate(zip(rest, text, strict=False)) if a != b), len(rest)
+            ), False
+        assert self.tokens is not None
+        stored = columns.token_ids
+        rest_ids = self.tokens[at : at + len(stored)]
+        differs = np.flatnonzero(rest_ids != stored[: len(rest_ids)])
+        if len(differs):
+            return int(differs[0]), False
+        return len(rest_ids), len(rest_ids) == len(stored)
+
+    def around(self, at: int) -> str:
+        """What the query has there."""
+        if self.text is not None:
+            return f"the query goes on with {self.text[at : at + 40]!r}"
+        assert self.tokens is not None
+        return f"the query goes on with {self.tokens[at : at + 8].tolist()}"
+
+
+def _query(text: str | None, token_ids: ArrayLike | None) -> _Query:
+    if (text is None) == (token_ids is None):
+        raise TraceError("give the prefix either as text= or as token_ids=")
+    if text is not None:
+        return _Query(text, None)
+    tokens = np.asarray(token_ids)
+    if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+        raise TraceError(
+            f"token_ids has shape {tokens.shape} and type {tokens.dtype}; need [n] of integers"
+        )
+    return _Query(None, tokens.astype(np.int32, copy=False))
+
+
+def _assemble(session_id: str, nodes: Sequence[int], parts: Sequence[Columns]) -> Trace:
+    """Copy the columns of a path behind each other, once."""
+    routed = _assemble_routing(session_id, nodes, parts)
+    if not parts:
+        empty = np.empty(0, np.int32)
+        return Trace(empty, empty.copy(), np.empty(0, np.float32), empty.copy())
+    return Trace(
+        token_ids=np.concatenate([p.token_ids for p in parts]),
+        labels=np.concatenate([p.labels for p in parts]),
+        logprobs=np.concatenate([p.logprobs for p in parts]),
+        model_steps=np.concatenate([p.model_steps for p in parts]),
+        routed_experts=routed,
+        nodes=tuple(nodes),
+    )
+
+
+def _assemble_routing(
+    session_id: str, nodes: Sequence[int], parts: Sequence[Columns]
+) -> NDArray[np.uint8] | NDArray[np.uint16] | None:
+    """Routing of the whole path; the row of its very last token may be unknown, no other."""
+    filled = [(node, p) for node, p in zip(nodes, parts, strict=True) if len(p.token_ids)]
+    without = tuple(node for node, p in filled if p.routed_experts is None)
+    if len(without) == len(filled):
+        return None
+    if without:
+        raise RoutingGap(
+            f"session {session_id!r}: of the path {list(nodes)} the nodes {list(without)} carry no "
+            "routed "
+            "experts and the others do; either all segments of a trace carry them or none",
+            without,
+        )
+    kinds = {
+        (p.routed_experts.dtype.name, p.routed_experts.shape[1:])
+        for _, p in filled
+        if p.routed_experts is not None
+    }
+    if len(kinds) > 1:
+        raise RoutingGap(
+            f"session {session_id!r}: routed experts of one path have different shapes or types: "
+            f"{sorted(kinds)}",
+            tuple(node for node, _ in filled),
+        )
+    routed = np.concatenate([p.routed_experts for _, p in filled if p.routed_experts is not None])
+    end = 0
+    unknown = 0
+    culprit = -1
+    for node, part in filled:
+        if part.routed_before is not None:
+            rows = len(part.routed_before)
+            routed[end - rows : end] = part.routed_before
+            unknown = max(0, unknown - rows)
+        if unknown:
+            raise RoutingGap(
+                f"session {session_id!r}: the last {unknown} tokens of node {culprit} have no "
+                "routed experts and "
+                f"node {node} after it does not bring them (routed_before)",
+                (culprit,),
+            )
+        end += len(part.token_ids)
+        unknown = len(part.token_ids) - part.n_routed
+        culprit = node
+    if unknown > 1:
+        raise RoutingGap(
+            f"session {session_id!r}: the last {unknown} tokens of node {culprit} have no routed "
+            "experts; only the very last token of a trace may lack its row",
+            (culprit,),
+        )
+    return routed

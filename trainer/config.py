@@ -42,6 +42,7 @@ __all__ = [
     "TaskConfig",
     "load",
     "resolved",
+    "resolved_section",
 ]
 
 
@@ -321,6 +322,11 @@ def resolved(config: Config) -> dict[str, Any]:
     plain = _plain(config)
     assert isinstance(plain, dict)
     return plain
+
+
+def resolved_section(section: object) -> Any:
+    """One section as plain YAML values."""
+    return _plain(section)
 
 
 def _plain(value: object) -> Any:

@@ -1,8 +1,9 @@
 """An engine as a process of its own (`engine.inline: false`), and the construction of any engine.
 
-Owns, in its process: the model, its cores, the torch engine. `make_engine` is also what the producer uses
-when the engine is inline. Spawned by `trainer.wiring`, asked by the producer's router; survives nothing: after a
-death the supervisor starts it afresh and the driver gives it the current weights before it is asked.
+Owns, in its process: the model, its cores, the torch engine. `make_engine` is also what the
+producer uses when the engine is inline. Spawned by `trainer.wiring`, asked by the producer's
+router; survives nothing: after a death the supervisor starts it afresh and the driver gives it
+the current weights before it is asked.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Several engines behind the face of one: sessions stick, load is balanced, a dead replica is stepped over.
+"""Several engines behind the face of one: sessions stick, load is balanced, a dead replica is
+stepped over.
 
-Owns the map from session to replica and the list of replicas that may be asked. Promises: a session stays
-with one engine while that lives (its prefix is cached there); a new one goes to the engine with the fewest
-running requests, a group to one engine; a request whose engine dies is started again on another, at most
-`_RESTARTS_MAX` times, and waits while none is up; a replica that came back is asked only after it has taken
-the current weights.
+Owns the map from session to replica and the list of replicas that may be asked. Promises: a
+session stays with one engine while that lives (its prefix is cached there); a new one goes to the
+engine with the fewest running requests, a group to one engine; a request whose engine dies is
+started again on another, at most `_RESTARTS_MAX` times, and waits while none is up; a replica
+that came back is asked only after it has taken the current weights.
 
 One event loop, in the producer's process; `engines` are handles, or engines of this process.
 """

@@ -1,12 +1,14 @@
 """The learner's state in the arena, so that a learner that is killed goes on exactly where it was.
 
-After each train step the learner copies weights, optimizer moments and counters into one object of a session
-of its own and attaches a small JSON object last: that attachment is the commit. Whoever finds a session
-with the JSON object finds a whole state, and knows that this train step is done, although the learner died
-before it could say so; a session without it is the debris of a death in the middle.
+After each train step the learner copies weights, optimizer moments and counters into one object
+of a session of its own and attaches a small JSON object last: that attachment is the commit.
+Whoever finds a session with the JSON object finds a whole state, and knows that this train step
+is done, although the learner died before it could say so; a session without it is the debris of a
+death in the middle.
 
-Owner of these sessions is `state`, which the driver is bound to, so they outlive the learner and end with the
-run. Called by the learner's process (`keep`) and by the driver (`find`, `drop`). No torch: arrays are numpy.
+Owner of these sessions is `state`, which the driver is bound to, so they outlive the learner and
+end with the run. Called by the learner's process (`keep`) and by the driver (`find`, `drop`). No
+torch: arrays are numpy.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["STATE_OWNER", "KeptState", "LearnerStates"]
 
 STATE_OWNER = "state"
+_PREFIX = "state-"
 _ALIGN = 64
 _KEPT = 2
 """Objects of a whole state: the arrays, then the record."""
@@ -32,7 +35,9 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class KeptState:
-    """A whole state. `arrays` are read-only views of the arena; `record` is what `keep` was given."""
+    """A whole state. `arrays` are read-only views of the arena; `record` is what `keep` was
+    given.
+    """
 
     train_step: int
     arrays: Mapping[str, NDArray[Any]]
@@ -42,9 +47,8 @@ class KeptState:
 class LearnerStates:
     """The states of one run's learner in the arena; at most two at a time."""
 
-    def __init__(self, store: Store, run: str) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._run = run
 
     def keep(
         self, train_step: int, arrays: Mapping[str, NDArray[Any]], record: Mapping[str, Any]
@@ -89,12 +93,11 @@ class LearnerStates:
         return self._store.sessions.release(old, owner=STATE_OWNER)
 
     def _steps(self) -> list[int]:
-        prefix = f"{self._run}-state-"
         mine = self._store.sessions.list(owner=STATE_OWNER)
-        return [int(s.removeprefix(prefix)) for s in mine if s.startswith(prefix)]
+        return [int(session.removeprefix(_PREFIX)) for session in mine]
 
     def _session(self, train_step: int) -> str:
-        return f"{self._run}-state-{train_step}"
+        return f"{_PREFIX}{train_step}"
 
 
 def _plan(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, dict[str, Any]], int]:

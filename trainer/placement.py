@@ -1,8 +1,9 @@
 """Which cores and threads each process of a run gets.
 
-Two OpenMP teams that spin on the same cores slow each other by an order of magnitude, so each computing
-process gets cores of its own, as many threads as cores, and no more. Pure arithmetic and one system call; the
-plan is made by the driver, `pin` is called first thing in each computing process.
+Two OpenMP teams that spin on the same cores slow each other by an order of magnitude, so each
+computing process gets cores of its own, as many threads as cores, and no more. Pure arithmetic
+and one system call; the plan is made by the driver, `pin` is called first thing in each computing
+process.
 """
 
 from __future__ import annotations

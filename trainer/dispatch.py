@@ -14,6 +14,7 @@ futures; nothing polls.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class Dispatcher:
             )
         self.train_step = 1
         self.model_step = 0
+        self._budget = config.budget
         self._tasks = {task: _Task() for task in self.mix.tasks}
         self._in_production: dict[str, tuple[Work, str]] = {}
         self._drawers: list[asyncio.Future[None]] = []
@@ -190,9 +192,13 @@ class Dispatcher:
             for task, n in self._need(train_step).items()
         )
 
+    def limit_ahead(self, batches: int) -> None:
+        """Never more than so many batches ready or in production, however fresh; for schedules."""
+        self._budget = dataclasses.replace(self._budget, batches_ahead_max=batches)
+
     def must_sync_first(self, train_step: int) -> bool:
         """Whether `train_step` has to wait for newer weights in the engines (L23)."""
-        usable = self.config.budget.batches_usable(self.model_step, train_step)
+        usable = self._budget.batches_usable(self.model_step, train_step)
         return usable == 0 and not self.ready(train_step)
 
     # -- the driver ------------------------------------------------------------------------------
@@ -242,13 +248,13 @@ class Dispatcher:
     def report(self) -> dict[str, Any]:
         """The ledger with what is held now."""
         self.buffer.settle_all()
-        return self.buffer.ledger.report(self.buffer.held())
+        return self.buffer.accounts.ledger.report(self.buffer.held())
 
     def describe(self) -> list[str]:
         """Who waits for what and why; for the watchdog and for errors that state every counter."""
         lines = [
             f"train step {self.train_step}, model step {self.model_step}, batches usable "
-            f"{self.config.budget.batches_usable(self.model_step, self.train_step)}, "
+            f"{self._budget.batches_usable(self.model_step, self.train_step)}, "
             f"draws waiting {len(self._drawers)}, buffer {self.buffer.nbytes} bytes"
         ]
         for task, state in self._tasks.items():
@@ -337,7 +343,7 @@ class Dispatcher:
         """Per task: how much of what may be ahead is still missing, as a fraction; 0 or less: do
         not draw.
         """
-        usable = self.config.budget.batches_usable(self.model_step, self.train_step)
+        usable = self._budget.batches_usable(self.model_step, self.train_step)
         targets = dict.fromkeys(self._tasks, 0)
         for step in range(self.train_step, self.train_step + usable):
             for task, count in self._need(step).items():
@@ -384,7 +390,7 @@ class Dispatcher:
         return need
 
     def _raise_if_too_stale(self, train_step: int, need: Mapping[str, int]) -> None:
-        usable = self.config.budget.batches_usable(self.model_step, train_step)
+        usable = self._budget.batches_usable(self.model_step, train_step)
         if usable == 0 and any(
             self.buffer.count(task, Status.COMPLETED) < n for task, n in need.items()
         ):

@@ -18,6 +18,7 @@
     │   ├── EngineError
     │   ├── ToolError
     │   └── JudgeError
+    ├── LearnerLost                   the learner died in a step; a successor is ready (L07)
     ├── StalenessError                nothing usable can be produced, nothing trained (L23)
     ├── NoProgress                    nothing moved; lists what everybody waits for
     ├── LedgerError                   the books do not balance; states every counter (L26)
@@ -37,6 +38,7 @@ __all__ = [
     "EndOfData",
     "EngineError",
     "JudgeError",
+    "LearnerLost",
     "LedgerError",
     "NoProgress",
     "PartFailed",
@@ -159,6 +161,12 @@ class ToolError(RolloutError):
 
 class JudgeError(RolloutError):
     """A judge raised, timed out, or returned something that is not a finite number."""
+
+
+class LearnerLost(TrainerError):
+    """The learner's process died in a step and a successor is ready: offer the batch again
+    (L07).
+    """
 
 
 class StalenessError(TrainerError):

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import snapshot as snapshots
+from trainer.accounts import Accounts
 from trainer.errors import BadGroup, PutTimeout, ReplayError, TakeTimeout
 from trainer.expiry import Expiry, ExpiryAction
-from trainer.ledger import Ledger
 from trainer.replay_index import Entry, Order, ReplayIndex
 from trainer.rollout import Batch, Group, Status
+from trainer.trace import TraceStore
 from trainer.waiting import Waiting
-from trainer.window import Window
 
 if TYPE_CHECKING:
     from shmstore import Store
@@ -44,11 +44,10 @@ _FILED = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
 
 @dataclass(frozen=True, slots=True)
 class Refreshed:
-    """What `ReplayBuffer.refresh` did, in groups; `cut` counts rollouts."""
+    """What `ReplayBuffer.refresh` did, in groups."""
 
     retry: int = 0
     dropped: int = 0
-    cut: int = 0
 
 
 class ReplayBuffer:
@@ -75,10 +74,10 @@ class ReplayBuffer:
         self.owner = owner
         self.expiry = _parse_expiry(expiry)
         self.max_bytes = max_bytes
-        self.ledger = Ledger()
-        self.window = Window()
+        self.accounts = Accounts()
         self.train_step = 0
         self._store = store
+        self._traces = TraceStore(store)
         self._index = ReplayIndex(Order.parse(order))
         self._lock = threading.Lock()
         self._next_seq = 0
@@ -117,7 +116,7 @@ class ReplayBuffer:
         if status not in _FILED:
             self._end_at_put(group, status, owner)
             return status
-        group = group.evolve(nbytes=self._measure(group))
+        group = self._described(group)
         try:
             async with asyncio.timeout(timeout):
                 await self.waiting.for_room(group.task, group.nbytes)
@@ -132,10 +131,8 @@ class ReplayBuffer:
         """A producer gives a group up (L21): its sessions end, its rollouts are booked as
         cancelled.
         """
-        self._book_first_put(group)
-        self.ledger.book_end(group.task, "cancelled", len(group.rollouts))
-        self.window.task(group.task).cancelled_samples += len(group.rollouts)
-        self._lent.pop(group.uid, None)
+        lent = self._lent.pop(group.uid, None)
+        self.accounts.cancelled(group, first=lent is None)
         self._store.sessions.release(group.session_ids, owner=owner)
         self._changed()
 
@@ -197,7 +194,7 @@ class ReplayBuffer:
         done = [entry for entry in taken.values() if not self._any_alive(entry.group)]
         for entry in done:
             del taken[entry.group.uid]
-            self.ledger.book_end(entry.group.task, "trained", len(entry.group.rollouts))
+            self.accounts.trained(entry.group)
         if done:
             self._changed()
         return sum(len(entry.group.rollouts) for entry in done)
@@ -219,13 +216,10 @@ class ReplayBuffer:
         if self.expiry.action is ExpiryAction.DROP:
             self._drop(expired)
             return Refreshed(dropped=len(expired))
-        cut = 0
         for entry in expired:
-            group, n_cut = self._cut_back(entry.group, train_step)
-            cut += n_cut
-            self._add(group, entry.seq)
+            self._add(self._cut_back(entry.group, train_step), entry.seq)
         self._changed()
-        return Refreshed(retry=len(expired), cut=cut)
+        return Refreshed(retry=len(expired))
 
     def count(self, task: str, status: Status) -> int:
         """Groups of this task and status that can be taken or lent now; from any thread."""
@@ -257,7 +251,11 @@ class ReplayBuffer:
     def check_books(self) -> None:
         """`LedgerError` unless every produced rollout is accounted for (L26)."""
         self.settle_all()
-        self.ledger.balance(self.held())
+        self.accounts.ledger.balance(self.held())
+
+    def sessions_of(self, owner: str) -> list[str]:
+        """Live sessions that `owner` holds now."""
+        return self._store.sessions.list(owner)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` on this loop after each change of contents; it must not block or
@@ -286,11 +284,11 @@ class ReplayBuffer:
                 offered += 1
             else:
                 sessions.release(ids, owner=self.owner)
-                self._book_cancelled(entry.group)
+                self.accounts.cancelled(entry.group)
         lost = [entry.group for entry, holder in self._lent.values() if holder == owner]
         for group in lost:
             del self._lent[group.uid]
-            self._book_cancelled(group)
+            self.accounts.cancelled(group)
         sessions.release_owned(owner)
         self._changed()
         return offered, lost
@@ -299,7 +297,7 @@ class ReplayBuffer:
         """Release every session of the buffer; -> how many. The buffer is empty afterwards."""
         for entry in list(self._index):
             self._index.remove(entry.group.uid)
-            self._book_cancelled(entry.group)
+            self.accounts.cancelled(entry.group)
         return len(self._store.sessions.release_owned(self.owner))
 
     # -- snapshot --------------------------------------------------------------------------------
@@ -317,17 +315,15 @@ class ReplayBuffer:
         are part of it.
         """
         self.settle_all()
-        entries = [*self._index, *(entry for entry, _ in self._lent.values())]
-        entries += [e for taken in self._taken.values() for e in taken.values()]
-        entries.sort(key=lambda entry: entry.seq)
+        rows = [(entry.seq, entry.group) for entry in self._index]
+        rows += [(e.seq, e.group) for taken in self._taken.values() for e in taken.values()]
+        # Their sessions are being written to: of members under way only the prompt is certain.
+        rows += [(entry.seq, _without_unfinished(entry.group)) for entry, _ in self._lent.values()]
+        rows.sort(key=lambda row: row[0])
         return snapshots.freeze(
             self._store,
-            groups=[entry.group for entry in entries],
-            state={
-                "train_step": self.train_step,
-                "ledger": self.ledger.to_json(),
-                "window": self.window.to_json(),
-            },
+            groups=[group for _, group in rows],
+            state={"train_step": self.train_step, "accounts": self.accounts.to_json()},
         )
 
     @classmethod
@@ -347,8 +343,7 @@ class ReplayBuffer:
         buffer = cls(store, order=order, max_bytes=max_bytes, expiry=expiry, owner=owner)
         groups, state = await snapshots.read(Path(folder), store, owner=owner)
         buffer.train_step = int(state["train_step"])
-        buffer.ledger = Ledger.from_json(state["ledger"])
-        buffer.window = Window.from_json(state["window"])
+        buffer.accounts.load_json(state["accounts"])
         for group in groups:
             buffer._add(group.evolve(nbytes=buffer._measure(group)), buffer._new_seq())
         return buffer
@@ -363,16 +358,14 @@ class ReplayBuffer:
             return Status.EXPIRED
         with self._lock:
             self._store.sessions.transfer(group.session_ids, src=owner, dst=self.owner, strict=True)
-            lent = self._lent.get(group.uid)
+            lent = self._lent.pop(group.uid, None)
             seq = lent[0].seq if lent else self._new_seq()
             if not stale:
                 self._index.add(group, seq, deadline)
-        self._book_first_put(group)
-        self._lent.pop(group.uid, None)
+        self._book_put(group, lent)
         if stale:
-            group, _ = self._cut_back(group, self.train_step)
+            group = self._cut_back(group, self.train_step)
             self._add(group, seq)
-        self._count_put(group)
         self._changed()
         return group.status
 
@@ -380,42 +373,31 @@ class ReplayBuffer:
         """FAILED, FILTERED and droppable EXPIRED groups: counted, then released; never filed
         (L09).
         """
-        self._book_first_put(group)
-        self._lent.pop(group.uid, None)
-        self._count_put(group)
-        n = len(group.rollouts)
-        window = self.window.task(group.task)
-        if status is Status.FAILED:
-            self.ledger.book_end(group.task, "failed", n)
-            window.failed_samples += n
-        elif status is Status.FILTERED:
-            self.ledger.book_end(group.task, "filtered", n)
-            window.filtered_samples += n
-        else:
-            self.ledger.book_end(group.task, "expired_dropped", n)
-            window.expired_samples += n
+        self._book_put(group, self._lent.pop(group.uid, None))
+        self.accounts.ended(group, status)
         self._store.sessions.release(group.session_ids, owner=owner)
         self._changed()
+
+    def _book_put(self, group: Group, lent: tuple[Entry, str] | None) -> None:
+        self.accounts.put(group, first=lent is None, before=lent[0].group if lent else None)
 
     def _drop(self, entries: Sequence[Entry]) -> None:
         """Already out of the index; one call releases all their sessions, outside the lock
         (L16).
         """
         for entry in entries:
-            n = len(entry.group.rollouts)
-            self.ledger.book_end(entry.group.task, "expired_dropped", n)
-            self.window.task(entry.group.task).expired_samples += n
+            self.accounts.ended(entry.group, Status.EXPIRED)
         ids = [sid for entry in entries for sid in entry.group.session_ids]
         self._store.sessions.release(ids, owner=self.owner)
         self._changed()
 
-    def _cut_back(self, group: Group, train_step: int) -> tuple[Group, int]:
+    def _cut_back(self, group: Group, train_step: int) -> Group:
         """Stale members lose their response, in the record and in the session (L16, retry)."""
         group, stale = self.expiry.cut_stale(group, train_step)
         for rollout in stale:
             self._store.sessions.truncate(rollout.session_id, keep=rollout.n_prompt_nodes)
-        self.window.task(group.task).expired_samples += len(stale)
-        return group.evolve(nbytes=self._measure(group)), len(stale)
+        self.accounts.cut(group.task, stale)
+        return group.evolve(nbytes=self._measure(group))
 
     def _add(self, group: Group, seq: int) -> None:
         with self._lock:
@@ -438,7 +420,7 @@ class ReplayBuffer:
                 ids = [sid for entry in entries for sid in entry.group.session_ids]
                 self._store.sessions.transfer(ids, src=self.owner, dst=owner, strict=True)
             self._taken.setdefault(owner, {}).update((e.group.uid, e) for e in entries)
-            report = self.window.close(self._index.counts())
+            report = self.accounts.window.close(self._index.counts())
         self._changed()
         return Batch(tuple(entry.group for entry in entries), report, train_step)
 
@@ -477,6 +459,14 @@ class ReplayBuffer:
         if group.uid in self._index or any(group.uid in taken for taken in self._taken.values()):
             raise BadGroup(f"group {group.uid!r} is in the buffer already; each uid is put once")
 
+    def _described(self, group: Group) -> Group:
+        """With its size, and with what its traces say where the producer left it out."""
+        members = [
+            self._traces.describe(r) if not (r.leaves or r.n_prompt_tokens) else r
+            for r in group.rollouts
+        ]
+        return group.evolve(rollouts=tuple(members), nbytes=self._measure(group))
+
     def _measure(self, group: Group) -> int:
         """Bytes that the sessions of a group hold, an object shared by several once."""
         objects = self._store.sessions.objects
@@ -486,26 +476,6 @@ class ReplayBuffer:
     def _any_alive(self, group: Group) -> bool:
         sessions = self._store.sessions
         return any(sid in sessions for sid in group.session_ids)
-
-    def _book_first_put(self, group: Group) -> None:
-        if group.uid not in self._lent:
-            self.ledger.book_produced(group.task, len(group.rollouts))
-
-    def _book_cancelled(self, group: Group) -> None:
-        self.ledger.book_end(group.task, "cancelled", len(group.rollouts))
-        self.window.task(group.task).cancelled_samples += len(group.rollouts)
-
-    def _count_put(self, group: Group) -> None:
-        """What a put adds to the window (L29); rewards of filtered groups count, raw."""
-        window = self.window.task(group.task)
-        window.produced_samples += len(group.rollouts)
-        window.produced_tokens += sum(r.n_response_tokens for r in group.rollouts)
-        window.add_time(max(r.generation_time_s for r in group.rollouts))
-        if group.status is Status.COMPLETED:
-            window.completed_samples += len(group.rollouts)
-        rewards = [r.reward for r in group.rollouts if r.reward is not None]
-        window.raw_reward_sum += sum(rewards)
-        window.raw_reward_count += len(rewards)
 
 
 def _parse_expiry(expiry: Expiry | str | None) -> Expiry:
@@ -518,3 +488,10 @@ def _check_need(need: Mapping[str, int]) -> None:
     wrong = {task: count for task, count in need.items() if count < 1}
     if not need or wrong:
         raise ReplayError(f"take needs at least one group of each task asked for, not {dict(need)}")
+
+
+def _without_unfinished(group: Group) -> Group:
+    """Members that are not COMPLETED, cut back to their prompt."""
+    return group.with_rollouts(
+        [r if r.status is Status.COMPLETED else r.cut_to_prompt(r.status) for r in group.rollouts]
+    )

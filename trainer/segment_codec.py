@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from trainer.errors import TraceError
 from trainer.rollout import Segment
 
-__all__ = ["Columns", "encode", "read", "to_batch"]
+__all__ = ["Columns", "encode", "is_segment", "read", "to_batch"]
 
 Routing = NDArray[np.uint8] | NDArray[np.uint16]
 
@@ -128,6 +128,14 @@ def to_batch(segment: Segment) -> pa.RecordBatch:
         storage = pa.FixedSizeListArray.from_arrays(values, shape.layers * shape.top_k)
         arrays.append(pa.ExtensionArray.from_storage(_tensor_type(shape), storage))
     return pa.RecordBatch.from_arrays(arrays, schema=_schema(shape, metadata))
+
+
+def is_segment(value: object) -> bool:
+    """Whether a stored value is a segment, and not something else that a session holds."""
+    if not isinstance(value, pa.RecordBatch):
+        return False
+    metadata = value.schema.metadata
+    return metadata is not None and b"text_nbytes" in metadata
 
 
 def read(batch: pa.RecordBatch) -> Columns:

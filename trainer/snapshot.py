@@ -34,7 +34,7 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from trainer.errors import SnapshotError, SnapshotVersion
-from trainer.rollout import Group
+from trainer.rollout import Group, Status
 
 if TYPE_CHECKING:
     from shmstore import ObjectRef, Store
@@ -87,8 +87,12 @@ def freeze(store: Store, groups: Sequence[Group], state: Mapping[str, Any]) -> F
     frozen: dict[str, list[tuple[ObjectRef, int | None]]] = {}
     seen: set[ObjectRef] = set()
     for group in groups:
-        for session_id in group.session_ids:
+        for rollout in group.rollouts:
+            session_id = rollout.session_id
             entries = [(entry.ref, entry.parent) for entry in sessions.objects(session_id)]
+            if not rollout.leaves and rollout.status is not Status.COMPLETED:
+                # Cut back to its prompt, or under way with a producer: only that much is certain.
+                entries = entries[: rollout.n_prompt_nodes]
             frozen[session_id] = entries
             for ref, _ in entries:
                 if ref not in seen:

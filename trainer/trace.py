@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trainer import segment_codec
 from trainer.errors import RoutingGap, TraceError, TraceMismatch
-from trainer.rollout import Segment, Trace
+from trainer.rollout import NO_MODEL_STEP, Rollout, Segment, Trace
 from trainer.segment_codec import Columns
 
 if TYPE_CHECKING:
@@ -145,6 +145,31 @@ class TraceStore:
     def path(self, session_id: str, node: int) -> list[int]:
         """Nodes from the root to `node`."""
         return self._path_to(self._objects(session_id), session_id, node)
+
+    def describe(self, rollout: Rollout) -> Rollout:
+        """The rollout with what its session says about it: leaves, counts of tokens, model steps.
+
+        For loops that do not keep these themselves. A session that holds other things than segments
+        is left as it is.
+        """
+        entries = self._objects(rollout.session_id)
+        values = [self._store.get(entry.ref) for entry in entries]
+        if not all(segment_codec.is_segment(value) for value in values):
+            return rollout
+        parts = [segment_codec.read(value) for value in values]
+        sampled = [part.model_steps[part.model_steps != NO_MODEL_STEP] for part in parts]
+        first = next((n for n, steps in enumerate(sampled) if len(steps)), len(parts))
+        steps = np.concatenate(sampled) if sampled else np.empty(0, np.int32)
+        parents = {entry.parent for entry in entries}
+        n_prompt = sum(len(part.token_ids) for part in parts[:first])
+        return rollout.evolve(
+            leaves=tuple(n for n in range(first, len(parts)) if n not in parents),
+            n_prompt_nodes=first,
+            n_prompt_tokens=n_prompt,
+            n_response_tokens=sum(len(part.token_ids) for part in parts) - n_prompt,
+            model_step_min=int(steps.min()) if len(steps) else None,
+            model_step_max=int(steps.max()) if len(steps) else None,
+        )
 
     def length(self, session_id: str) -> int:
         """How many segments the session has."""

@@ -1,7 +1,7 @@
 """What a producer's process may ask of the driver: the dispatcher behind coroutines.
 
-An actor's plain methods run in a thread; the dispatcher belongs to the driver's loop, so only these coroutines
-are offered to other processes. Hosted by `trainer.fit`.
+An actor's plain methods run in a thread; the dispatcher belongs to the driver's loop, so only
+these coroutines are offered to other processes. Hosted by `trainer.fit`.
 """
 
 from __future__ import annotations

@@ -2,11 +2,8 @@
 
 Owns: the current step, the timing of a step, metrics and totals, and when to sync, evaluate,
 export and checkpoint. It moves no tokens: it asks the dispatcher for a batch, hands its names to
-the learner, and books what comes back. Deaths and restarts are the business of the links.
-
-The three schedules (lifecycle L30) are one loop under three staleness budgets: with `sync` and
-`colocated` nothing may be produced for the next step before its weights are there, so production
-and training take turns; with `async` they overlap.
+the learner, and books what comes back. The order of events is `trainer.schedule`'s, deaths and
+restarts are the links'.
 
 Made by `trainer.fit` for one run; one event loop.
 """
@@ -14,8 +11,10 @@ Made by `trainer.fit` for one run; one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,13 +22,14 @@ from trainer import step_metrics
 from trainer.checkpoint import CheckpointFailed, write_checkpoint
 from trainer.config import Config
 from trainer.display import Display
+from trainer.engine.protocol import SyncMode
 from trainer.engine_actor import EngineUse
 from trainer.environments import PromptSource
-from trainer.errors import StalenessError
 from trainer.learner_actor import LEARNER_OWNER
 from trainer.metrics import MetricsWriter
 from trainer.rollout import Batch, Prompt
 from trainer.run_folder import RunFolder
+from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_schedule
 from trainer.step_metrics import StepTimes
 from trainer.summary import Summary
 from trainer.trajectories import write_trajectories
@@ -48,7 +48,10 @@ class _Clock:
     began: float
     aside_s: float = 0.0
     """Evaluation, checkpoint, export: no part of any step."""
-    sync_s: float = 0.0
+
+
+class _Stopped(Exception):
+    """The run was asked to stop and the step under way has ended."""
 
 
 class Driver:
@@ -76,13 +79,15 @@ class Driver:
         self._summary = summary
         self._held_out = held_out
         self._moved = moved
-        self._takes_turns = config.schedule.name != "async"
         self._clock = _Clock(time.perf_counter())
         self._evaluated: dict[str, float] = {}
-        self._wait_s = self._step_s = self._overhead_s = 0.0
-        self._first_step = train_step
-        self._saved_step = train_step
-        self._exported_step = self._aside_step = -1
+        self._batch: dict[str, float] = {}
+        self._use_before: dict[str, EngineUse] = {}
+        self._wait_s = self._step_s = 0.0
+        self._saved_step = train_step if train_step else -1
+        self._exported_step = -1
+        self._in_step = False
+        self._stop = asyncio.Event()
         self.train_step = train_step
 
     # -- the loop --------------------------------------------------------------------------------
@@ -91,104 +96,125 @@ class Driver:
         """Trains up to `schedule.steps`, or until `stop` is set and the step under way has
         ended.
         """
-        steps = self._config.schedule.steps
-        if self.train_step == 0:
-            await self._evaluate()
-            if self._evaluated:
-                self._metrics.write(0, self._evaluated)
-            self._evaluated = {}
-        self._clock = _Clock(time.perf_counter())
-        while self.train_step < steps and not stop.is_set():
-            self._display.phase("train", self.train_step, steps)
-            batch = await self._next_batch(stop)
-            if batch is None:
-                break
-            await self._step(batch)
-        self._display.phase("train", self.train_step, steps)
-        if self._config.checkpoint.final or stop.is_set():
-            await self._checkpoint()
-        if self._config.checkpoint.final and not stop.is_set():
+        config = self._config
+        if self.train_step < config.schedule.steps:
+            await self._until_stopped(stop)
+        if config.checkpoint.final or stop.is_set():
+            await self._checkpoint(self.train_step)
+        if config.checkpoint.final and not stop.is_set():
             await self._export()
 
-    async def _next_batch(self, stop: asyncio.Event) -> Batch | None:
-        """The batch of the next step; None when the run was asked to stop while it waited."""
-        take = asyncio.ensure_future(self._take(self.train_step + 1))
+    async def _until_stopped(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        schedule = asyncio.ensure_future(
+            run_schedule(self._config.schedule.name, self._schedule_parts(), self._when())
+        )
         stopping = asyncio.ensure_future(stop.wait())
         try:
-            await asyncio.wait((take, stopping), return_when=asyncio.FIRST_COMPLETED)
-            return take.result() if take.done() else None
+            await asyncio.wait((schedule, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not schedule.done() and self._in_step:
+                await asyncio.wait((schedule,))  # `on_step` ends it
+            if schedule.done():
+                with contextlib.suppress(_Stopped):
+                    schedule.result()
         finally:
-            take.cancel()
+            schedule.cancel()
             stopping.cancel()
-            await asyncio.gather(take, stopping, return_exceptions=True)
+            await asyncio.gather(schedule, stopping, return_exceptions=True)
 
-    async def _take(self, step: int) -> Batch:
-        limit_s = self._config.schedule.batch_timeout_s
-        try:
-            return await self._dispatcher.take(step, owner=LEARNER_OWNER, timeout=limit_s)
-        except StalenessError:
-            # The engines' weights are too old to make this batch, so nothing will come (L23).
-            await self._sync()
-            return await self._dispatcher.take(step, owner=LEARNER_OWNER, timeout=limit_s)
+    def _schedule_parts(self) -> ScheduleParts:
+        return ScheduleParts(
+            dispatcher=self._dispatcher,
+            learner=self,
+            producer=self._parts.producer,
+            sync_weights=self._sync,
+            evaluate=self._evaluate_first_or_due,
+            checkpoint=self._checkpoint_due,
+            on_step=self._step_ended,
+            devices=self._parts if self._config.schedule.name == "colocated" else None,
+        )
 
-    async def _step(self, batch: Batch) -> None:
-        step = self.train_step + 1
-        wait_s = time.perf_counter() - self._clock.began - self._clock.aside_s
-        use_before = await self._parts.producer.use()
-        texts = self._wants(self._config.metrics.trajectories_every, step)
-        if texts:
-            await write_trajectories(self._folder, step, batch, self._parts.store)
-        done = await self._parts.learner.train(batch.groups, step)
-        self._moved(f"step {step} was trained")
-        self.train_step = step
-        await self._dispatcher.set_steps(train_step=step + 1)
-        if step % self._config.schedule.sync_every == 0:
-            await self._sync()
-        self._dispatcher.check_books()
-        numbers = await self._report(batch, done.metrics, wait_s, use_before)
-        if not self._takes_turns:
-            await self._aside(step)
+    def _when(self) -> ScheduleConfig:
+        config = self._config
+        return ScheduleConfig(
+            steps=config.schedule.steps,
+            first_step=self.train_step + 1,
+            sync_interval=config.schedule.sync_every,
+            sync_mode=config.schedule.weight_sync,
+            evaluate_every=config.eval.every,
+            evaluate_first=self.train_step == 0,
+            checkpoint_every=math.gcd(config.checkpoint.every, config.checkpoint.hf_every),
+            pause_timeout_s=config.schedule.pause_timeout_s,
+            take_timeout_s=config.schedule.batch_timeout_s,
+            learner=LEARNER_OWNER,
+        )
+
+    async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
+        """One step in the learner's process; the schedule's learner part."""
+        self._in_step = True
+        self._use_before = await self._parts.producer.use()
+        if self._wants(self._config.metrics.trajectories_every, train_step):
+            await write_trajectories(self._folder, train_step, batch, self._parts.store)
+        done = await self._parts.learner.train(batch.groups, train_step)
+        self._moved(f"step {train_step} was trained")
+        self.train_step = train_step
+        self._batch = step_metrics.batch_metrics(batch, train_step)
+        # At once, so that a checkpoint of this step has it.
+        self._summary.add_step(
+            self._batch["reward"], self._batch["tokens_generated"], self._batch["tokens_trained"]
+        )
+        return done.metrics
+
+    async def _sync(self, model_step: int, mode: SyncMode) -> None:
+        """New weights into every engine (lifecycle L20)."""
+        parts = self._parts
+        weights = await parts.learner.publish(model_step)
+        await parts.producer.load_weights(weights, mode)
+        parts.learner.retire()
+        self._moved(f"the engines run the weights of step {model_step}")
+
+    async def _step_ended(self, report: StepReport) -> None:
+        """Books and tells the step; ends the schedule when the run was asked to stop."""
+        step = report.train_step
+        numbers = await self._numbers(report)
+        if step == self._config.schedule.steps and not self._evaluated:
+            await self._evaluate()
         numbers |= self._evaluated
         self._evaluated = {}
         self._display.step(self._metrics.write(step, numbers))
-
-    async def _sync(self) -> None:
-        """New weights into every engine, in flight or with a pause (lifecycle L20)."""
-        began, aside_s = time.perf_counter(), self._clock.aside_s
-        schedule = self._config.schedule
-        parts = self._parts
-        weights = await parts.learner.publish(self.train_step)
-        if schedule.weight_sync == "pause":
-            await parts.producer.pause(schedule.pause_timeout_s)
-        await parts.producer.load_weights(weights, schedule.weight_sync)
-        if self._takes_turns:
-            # Before anything is drawn for the next step: a checkpoint of here repeats exactly.
-            await self._aside(self.train_step)
-        await self._dispatcher.set_steps(model_step=weights.model_step)
-        if schedule.weight_sync == "pause":
-            await parts.producer.resume()
-        parts.learner.retire()
-        self._clock.sync_s += time.perf_counter() - began - (self._clock.aside_s - aside_s)
+        self._display.phase("train", step, self._config.schedule.steps)
+        self._in_step = False
+        if self._stop.is_set() and step < self._config.schedule.steps:
+            raise _Stopped
 
     # -- between steps ---------------------------------------------------------------------------
-
-    async def _aside(self, step: int) -> None:
-        """What a step does not pay for: evaluation, checkpoint, export; once a step."""
-        if step == self._aside_step:
-            return
-        self._aside_step = step
-        began = time.perf_counter()
-        if self._wants(self._config.eval.every, step) or step == self._config.schedule.steps:
-            await self._evaluate()
-        if self._wants(self._config.checkpoint.every, step):
-            await self._checkpoint()
-        if self._wants(self._config.checkpoint.hf_every, step):
-            await self._export()
-        self._clock.aside_s += time.perf_counter() - began
 
     @staticmethod
     def _wants(every: int, step: int) -> bool:
         return every > 0 and step % every == 0
+
+    async def _evaluate_first_or_due(self, step: int) -> None:
+        with self._aside():
+            await self._evaluate()
+        if step == 0:
+            if self._evaluated:
+                self._metrics.write(0, self._evaluated)
+            self._evaluated = {}
+            self._clock = _Clock(time.perf_counter())
+
+    async def _checkpoint_due(self, step: int) -> None:
+        with self._aside():
+            if self._wants(self._config.checkpoint.every, step):
+                await self._checkpoint(step)
+            if self._wants(self._config.checkpoint.hf_every, step):
+                await self._export()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Time that no step pays for."""
+        began = time.perf_counter()
+        yield
+        self._clock.aside_s += time.perf_counter() - began
 
     async def _evaluate(self) -> None:
         config = self._config.eval
@@ -207,22 +233,19 @@ class Driver:
         if reward is not None:
             self._summary.evals.append(reward)
 
-    async def _checkpoint(self) -> None:
-        if self._saved_step == self.train_step and self.train_step != self._first_step:
+    async def _checkpoint(self, step: int) -> None:
+        if self._saved_step == step:
             return
+        totals = self._summary.totals()
         try:
             await write_checkpoint(
-                self._folder,
-                self.train_step,
-                self._parts.learner,
-                self._dispatcher,
-                self._summary.totals(),
+                self._folder, step, self._parts.learner, self._dispatcher, totals
             )
         except CheckpointFailed as error:
             self._display.note(f"{error}; the run goes on")
             self._summary.warnings.append(str(error))
             return
-        self._saved_step = self.train_step
+        self._saved_step = step
         self._folder.prune_checkpoints(self._config.checkpoint.keep)
 
     async def _export(self) -> None:
@@ -233,23 +256,20 @@ class Driver:
 
     # -- numbers ---------------------------------------------------------------------------------
 
-    async def _report(
-        self,
-        batch: Batch,
-        learner: Mapping[str, float],
-        wait_s: float,
-        use_before: Mapping[str, EngineUse],
-    ) -> dict[str, float]:
+    async def _numbers(self, report: StepReport) -> dict[str, float]:
         """The numbers of the step that just ended; the next one begins here."""
         use_after = await self._parts.producer.use()
         now = time.perf_counter()
         clock, self._clock = self._clock, _Clock(now)
         times = StepTimes(
-            now - clock.began - clock.aside_s, wait_s, clock.sync_s, self._parts.producer.n_engines
+            step_s=now - clock.began - clock.aside_s,
+            wait_s=report.wait_s,
+            sync_s=max(0.0, report.sync_s - clock.aside_s),
+            engines=self._parts.producer.n_engines,
         )
-        use = [(use_before[name], use_after[name]) for name in use_before if name in use_after]
-        found = step_metrics.batch_metrics(batch, self.train_step)
-        found |= step_metrics.learner_metrics(learner)
+        before = self._use_before
+        use = [(before[name], use_after[name]) for name in before if name in use_after]
+        found = {**self._batch, **step_metrics.learner_metrics(report.metrics)}
         found |= step_metrics.speed_metrics(times, found, use)
         found |= step_metrics.arena_metrics(self._parts.store.stats())
         found["model_step"] = float(self._dispatcher.model_step)
@@ -258,19 +278,10 @@ class Driver:
         found["restarts"] = float(sum(self.restarts().values()))
         ledger = self._dispatcher.report()
         found |= {f"ledger/{k}": float(v) for k, v in ledger.items() if isinstance(v, int)}
-        self._add_up(found)
+        self._wait_s += times.wait_s
+        self._step_s += times.step_s
+        self._summary.learner_wait_share = self._wait_s / max(self._step_s, 1e-9)
         return found
-
-    def _add_up(self, found: Mapping[str, float]) -> None:
-        summary = self._summary
-        summary.add_step(found.get("reward"))
-        summary.tokens_generated += int(found["tokens_generated"])
-        summary.tokens_trained += int(found["tokens_trained"])
-        self._wait_s += found["wait_s"]
-        self._step_s += found["step_s"]
-        self._overhead_s += found["overhead_s"]
-        summary.learner_wait_share = self._wait_s / max(self._step_s, 1e-9)
-        summary.overhead_share = self._overhead_s / max(self._step_s, 1e-9)
 
     def restarts(self) -> dict[str, int]:
         """Deaths so far, by process."""

@@ -29,7 +29,7 @@ from trainer.display import Display, QuietDisplay, make_display
 from trainer.driver import Driver
 from trainer.environments import PromptSource, build_source
 from trainer.errors import TrainerError
-from trainer.expiry import Expiry
+from trainer.expiry import Expiry, ExpiryAction
 from trainer.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER
 from trainer.learner_state import STATE_OWNER
 from trainer.metrics import MetricsWriter, tensorboard_missing
@@ -42,7 +42,7 @@ from trainer.summary import ArenaLeft, Summary
 from trainer.watchdog import Watchdog
 from trainer.wiring import PRODUCER_OWNER, Parts, open_parts
 
-__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_LEFTOVERS", "fit", "run_blocking"]
+__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_LEFTOVERS", "fit", "open_arena", "run_blocking"]
 
 EXIT_FAILED = 1
 EXIT_LEFTOVERS = 3
@@ -124,7 +124,7 @@ class _Run:
         """Trains, and turns every end into a summary; only cancellation of the task goes on up."""
         summary, began = self.summary, time.perf_counter()
         try:
-            with _arena(self.config, self.folder.name, summary) as store:
+            with open_arena(self.config, self.folder.name, summary) as store:
                 await self._with_parts(store)
             summary.interrupted = self.stop.is_set()
         except asyncio.CancelledError:
@@ -204,17 +204,19 @@ class _Run:
         config = self.config
         schedule, replay = config.schedule, config.replay
         expiry = Expiry(
-            action=replay.expiry,
+            action=ExpiryAction(replay.expiry),
             max_staleness=schedule.max_staleness,
             sync_interval=schedule.sync_every,
             max_token_staleness=schedule.max_token_staleness,
             tail_batch=replay.tail_batch if replay.expiry == "retry" else None,
         )
-        options = {"order": replay.order, "max_bytes": replay.max_bytes, "expiry": expiry}
+        order, limit = replay.order, replay.max_bytes
         if self.checkpoint is None:
-            buffer = ReplayBuffer(store, **options)
+            buffer = ReplayBuffer(store, order=order, max_bytes=limit, expiry=expiry)
         else:
-            buffer = await ReplayBuffer.resume(self.checkpoint.buffer, store, **options)
+            buffer = await ReplayBuffer.resume(
+                self.checkpoint.buffer, store, order=order, max_bytes=limit, expiry=expiry
+            )
         sampler = PromptSampler(
             {s.name: s for s in _sources(config, held_out=False)},
             seed=config.run.seed,
@@ -273,7 +275,7 @@ async def _beside(background: Coroutine[Any, Any, None], main: Coroutine[Any, An
 
 
 @contextmanager
-def _arena(config: Config, name: str, summary: Summary) -> Iterator[Store]:
+def open_arena(config: Config, name: str, summary: Summary) -> Iterator[Store]:
     """The arena of the run; on leaving it is measured, told and removed."""
     limits = config.store
     store = Store.create(
@@ -308,7 +310,7 @@ def _dispatch_config(config: Config) -> DispatchConfig:
         budget=StalenessBudget(
             max_staleness=0 if turns else schedule.max_staleness,
             sync_interval=schedule.sync_every,
-            batches_ahead_max=1 if turns else _BATCHES_AHEAD_MAX,
+            batches_ahead_max=_BATCHES_AHEAD_MAX,
         ),
         over_sampling=schedule.oversample - 1.0,
         useless_in_row_max=config.faults.useless_groups_max,

@@ -24,7 +24,7 @@ from trainer.engine.protocol import WeightsVersion
 from trainer.environments.warmup_pairs import WarmupPairs
 from trainer.errors import TrainerError
 from trainer.learner_state import LearnerStates
-from trainer.placement import Cores
+from trainer.placement import Cores, rest_device
 from trainer.rollout import Group, Rollout, Trace
 from trainer.staleness import mask_stale_labels
 
@@ -203,6 +203,10 @@ class LearnerActor:
         limit = self._config.schedule.max_token_staleness
         labels = mask_stale_labels(trace.labels, trace.model_steps, train_step, limit)
         return trace if labels is trace.labels else dataclasses.replace(trace, labels=labels)
+
+    def rest(self) -> None:
+        """Gives cached memory of the device back, so that an engine on it can have it."""
+        rest_device(self._config.learner.device)
 
     # -- weights and files -----------------------------------------------------------------------
 

@@ -58,7 +58,8 @@ class LearnerLink:
 
     async def _begin(self) -> LearnerReady:
         start = self._handle.start.using(when_down="wait")
-        return await self._insist(lambda: start(self._checkpoint), revive=False)
+        ready: LearnerReady = await self._insist(lambda: start(self._checkpoint), revive=False)
+        return ready
 
     async def train(self, groups: Sequence[Group], train_step: int) -> StepDone:
         """One step, exactly once."""
@@ -117,6 +118,10 @@ class LearnerLink:
         keep = weights_session(self.weights.model_step)
         old = [s for s in self._store.sessions.list(owner=WEIGHTS_OWNER) if s != keep]
         self._store.sessions.release(old, owner=WEIGHTS_OWNER)
+
+    async def rest(self) -> None:
+        """Give memory of the device back to others (colocated schedule)."""
+        await self._insist(lambda: self._handle.rest())
 
     async def save(self, folder: str, train_step: int) -> None:
         """Model and optimizer as files."""

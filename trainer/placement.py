@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Cores", "plan_cores", "thread_environment"]
+__all__ = ["Cores", "plan_cores", "rest_device", "thread_environment"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,14 @@ def plan_cores(
         plan[name] = Cores(tuple(available[at : at + threads]), threads)
         at += threads
     return plan
+
+
+def rest_device(device: str) -> None:
+    """Returns memory that torch keeps cached on a GPU; nothing on the CPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def thread_environment(cores: Cores) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """The producer as a process: conversations, judges, and the engine when it is inline.
 
-Owns, in its process: the producer loop, environments and judges, the engine or the router over engine
-processes, its cores. What it opens in the arena it holds as its owner name, without an heir, so a death
-releases it (lifecycle L12). A loop that ends by an error tells the dispatcher, which tells whoever waits.
+Owns, in its process: the producer loop, environments and judges, the engine or the router over
+engine processes, its cores. What it opens in the arena it holds as its owner name, without an
+heir, so a death releases it (lifecycle L12). A loop that ends by an error tells the dispatcher,
+which tells whoever waits.
 
 Spawned by `trainer.wiring`; `start` is called by the driver, again after each restart.
 """
@@ -29,8 +30,8 @@ from trainer.environments import ByTask
 from trainer.errors import TrainerError
 from trainer.evaluation import Evaluator
 from trainer.pending import ProducerConfig, ProducerParts
-from trainer.placement import Cores
-from trainer.producer import Producer
+from trainer.placement import Cores, rest_device
+from trainer.producer import PauseReport, Producer
 from trainer.rollout import Prompt
 from trainer.trace import TraceStore
 
@@ -183,12 +184,15 @@ class ProducerActor:
         if self._router is not None:
             await self._router.up(name, weights)
 
-    async def pause(self, timeout_s: float) -> dict[str, float]:
+    async def pause(self, timeout_s: float) -> PauseReport:
         """No new work; pending rollouts are aborted into the buffer. See `Producer.pause`."""
         if self._producer is None:
-            return {}
-        report = await self._producer.pause(timeout_s)
-        return {"seconds": report.seconds, "cancelled_rollouts": float(report.cancelled_rollouts)}
+            return PauseReport(0, 0, 0.0)
+        return await self._producer.pause(timeout_s)
+
+    async def rest(self) -> None:
+        """Gives cached memory of the engine's device back (colocated schedule)."""
+        rest_device(self._config.engine.device)
 
     async def resume(self) -> None:
         """Go on."""

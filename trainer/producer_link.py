@@ -19,6 +19,7 @@ from actors import ActorDied
 from trainer.engine.protocol import SyncMode, WeightsVersion
 from trainer.engine_actor import EngineUse
 from trainer.errors import PartFailed
+from trainer.producer import PauseReport
 from trainer.rollout import Prompt
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class ProducerLink:
         self._incarnation = 0
         self._moved = asyncio.Condition()  # a new incarnation works, or none ever will
         self._gone = ""
+        self._paused: float | None = None
         self._ended = False
         self.restarts: dict[str, int] = {}
 
@@ -77,6 +79,8 @@ class ProducerLink:
     async def _start(self) -> None:
         start = self._handle.start.using(when_down="wait")
         self._incarnation = await start(self._desk, self._engines, self._weights)
+        if self._paused is not None:
+            await self._call("pause", self._paused)
         async with self._moved:
             self._moved.notify_all()
 
@@ -142,16 +146,22 @@ class ProducerLink:
         self._weights = weights
         await self._call("load_weights", weights, mode)
 
-    async def set_steps(self, train_step: int, model_step: int) -> None:
-        """The learner goes to `train_step`."""
-        await self._call("set_steps", train_step, model_step)
+    async def rest(self) -> None:
+        """Engines give cached memory of their devices back (colocated schedule)."""
+        await self._call("rest")
 
-    async def pause(self, timeout_s: float) -> None:
-        """No new work; what is under way ends, or is aborted into the buffer."""
-        await self._call("pause", timeout_s)
+    async def pause(self, timeout_s: float) -> PauseReport:
+        """No new work; what is under way ends, or is aborted into the buffer.
+
+        A producer that is down has nothing under way; its successor is paused once it is up.
+        """
+        self._paused = timeout_s
+        found: PauseReport | None = await self._call("pause", timeout_s)
+        return found or PauseReport(0, 0, 0.0)
 
     async def resume(self) -> None:
         """Work again."""
+        self._paused = None
         await self._call("resume")
 
     async def use(self) -> dict[str, EngineUse]:
@@ -170,7 +180,8 @@ class ProducerLink:
                 return dict(await evaluate(prompts, rollouts_each, temperature))
             except ActorDied as death:
                 async with self._moved:
-                    await self._moved.wait_for(lambda: self._gone or self._incarnation > asked)
+                    while not self._gone and self._incarnation <= asked:
+                        await self._moved.wait()
                 if self._gone:
                     raise PartFailed("producer", self._gone) from death
 

@@ -47,7 +47,6 @@ class Summary:
     tokens_generated: int = 0
     tokens_trained: int = 0
     learner_wait_share: float = 0.0
-    overhead_share: float | None = None
     restarts: Mapping[str, int] = field(default_factory=dict)
     interrupted: bool = False
     error: str | None = None
@@ -56,10 +55,12 @@ class Summary:
     rewards: list[float] = field(default_factory=list, repr=False)
     evals: list[float] = field(default_factory=list, repr=False)
 
-    def add_step(self, reward: float | None) -> None:
-        """Books the mean reward of one more step."""
+    def add_step(self, reward: float, tokens_generated: float, tokens_trained: float) -> None:
+        """Books one more trained step."""
         self.steps += 1
-        if reward is not None and math.isfinite(reward):
+        self.tokens_generated += int(tokens_generated)
+        self.tokens_trained += int(tokens_trained)
+        if math.isfinite(reward):
             self.rewards.append(reward)
 
     def settle(self) -> None:

@@ -44,6 +44,14 @@ class Parts:
     learner: LearnerLink
     producer: ProducerLink
 
+    async def to_engine(self) -> None:
+        """The colocated schedule: the learner lets go of what it does not need between steps."""
+        await self.learner.rest()
+
+    async def to_learner(self) -> None:
+        """The same for the engine."""
+        await self.producer.rest()
+
 
 @asynccontextmanager
 async def open_parts(

@@ -1,7 +1,8 @@
 """The (prompt, answer) texts of the supervised warm-up, from the same sources as the training.
 
-Training examples come from the training side of the split, at indices that reinforcement learning does not
-reach; held-out ones from the held-out side, so the warm-up never sees an evaluation prompt.
+Training examples come from the training side of the split, at indices that reinforcement learning
+does not reach; held-out ones from the held-out side, so the warm-up never sees an evaluation
+prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class WarmupPairs:
         prompt = source.prompt(place)
         if prompt.text is None:
             raise ConfigError(
-                f"warmup: task {source.name} gives messages, but the warm-up needs plain prompt text: "
-                "set source.chat to false and source.system to none, or remove warmup"
+                f"warmup: task {source.name} gives messages, but the warm-up needs plain prompt "
+                "text: set source.chat to false and source.system to none, or remove warmup"
             )
         return prompt.text, str(prompt.answer)

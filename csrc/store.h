@@ -13,6 +13,7 @@
 // Wait with a non-zero time-out, and around copy_in() of large buffers; all others are short.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -100,7 +101,7 @@ inline constexpr std::uint32_t kClientsMax = 255;
 inline constexpr std::size_t kNameBytesMax = 63;  // session ids and owners
 inline constexpr std::size_t kArenaNameMax = 64;  // arena names
 inline constexpr std::uint64_t kCapacityMin = 1ull << 20;
-inline constexpr std::uint64_t kCapacityMax = 1ull << 46;
+inline constexpr std::uint64_t kCapacityMax = 1ull << 43;
 inline constexpr std::uint64_t kObjectsMax = 1ull << 26;
 inline constexpr std::uint64_t kSessionsMax = 1ull << 22;
 inline constexpr std::uint32_t kOwnersMax = 4096;
@@ -440,8 +441,12 @@ class Store {
 
  private:
   explicit Store(ProcessArena* arena) noexcept : arena_(arena) {}
+  template <class Body>
+  Status call(Body body) noexcept;
+  template <class Deadline, class Interrupted>
+  Status wait_for_seal(const Ref& ref, const Deadline& deadline, Interrupted interrupted);
   ProcessArena* arena_;
-  bool open_ = true;
+  std::atomic<bool> open_{true};
 };
 
 // ---------------------------------------------------------------------------------------------

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["HELD_OUT_SEED", "WARMUP_SEED", "CompactExample", "number_sorting"]
+__all__ = ["HELD_OUT_SEED", "WARMUP_SEED", "CompactExample", "Order", "number_sorting"]
 
 HELD_OUT_SEED = 9_000_000
 """Items from this generator seed on are for evaluation only."""
 WARMUP_SEED = 5_000_000
 """Items from this generator seed on are for the supervised warm-up."""
+Order = Literal["both", "ascending"]
 _DATASET_SIZE = 1 << 21
 """Items that one seed can name: the generator draws item `i` from `seed + i`."""
 
@@ -46,13 +47,21 @@ def _sorting_dataset(seed: int, min_numbers: int, max_numbers: int) -> Any:
 
 
 def number_sorting(
-    index: int, *, seed: int = 0, min_numbers: int = 4, max_numbers: int = 6
+    index: int,
+    *,
+    seed: int = 0,
+    min_numbers: int = 4,
+    max_numbers: int = 6,
+    order: Order = "both",
 ) -> CompactExample:
     """Item `index` (0 … 2,097,151) of reasoning-gym's number_sorting with single digits.
 
-    `<` after the digits asks for ascending order, `>` for descending.
+    `<` after the digits asks for ascending order, `>` for descending. `order="ascending"` asks for
+    the digits of every item in ascending order: half the task, and learnt about twice as fast.
     """
     item = _sorting_dataset(seed, min_numbers, max_numbers)[index]["metadata"]
     digits = "".join(str(int(float(number))) for number in item["original_numbers"])
     answer = "".join(str(int(float(number))) for number in item["sorted_numbers"])
-    return CompactExample(digits + ("<" if item["direction"] == "ascending" else ">"), answer)
+    if order == "both" and item["direction"] == "descending":
+        return CompactExample(digits + ">", answer)
+    return CompactExample(digits + "<", "".join(sorted(answer)))

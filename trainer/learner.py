@@ -94,7 +94,7 @@ class Learner:
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(config.seed)
         if config.checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
             model.train()  # transformers recomputes in training mode only; nothing here drops out
         self._reference = _frozen(model, reference) if config.kl_coef > 0 else None
         self._reference_routing = None if self._reference is None else Routing(self._reference)

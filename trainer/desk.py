@@ -44,6 +44,14 @@ class RemoteDesk:
         """See `Dispatcher.give_back`."""
         return await self._dispatcher.give_back(owner)
 
+    async def hold(self, owner: str) -> None:
+        """See `Dispatcher.hold`."""
+        await self._dispatcher.hold(owner)
+
+    async def let_go(self, owner: str) -> None:
+        """See `Dispatcher.let_go`."""
+        await self._dispatcher.let_go(owner)
+
     async def fail(self, part: str, cause: str) -> None:
         """A part cannot go on: whoever waits hears why."""
         self._dispatcher.fail(part, cause)

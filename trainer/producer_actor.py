@@ -197,7 +197,7 @@ class ProducerActor:
     async def resume(self) -> None:
         """Go on."""
         if self._producer is not None:
-            self._producer.resume()
+            await self._producer.resume()
 
     async def use(self) -> dict[str, EngineUse]:
         """What each engine has done since its process began; the dead are left out."""

@@ -12,11 +12,11 @@ import multiprocessing
 import os
 import signal
 import time
-import uuid
 from multiprocessing.connection import Connection
 
 import numpy as np
 
+from bench.arenas import arena
 from bench.report import Row, Samples, at_most
 
 OBJECTS = 10_000
@@ -42,14 +42,11 @@ def _hold(arena: str, answers: Connection) -> None:
 
 def _after_death(operation: str) -> tuple[float, float]:
     """(ns of the survivor's call, ns of the same call when nobody has died)."""
-    from shmstore import Store
-
-    name = f"bench-{uuid.uuid4().hex[:12]}"
     value = np.zeros(NEED_BYTES, dtype=np.uint8)
     near, far = _SPAWN.Pipe()
-    with Store.create(name, CAPACITY) as store:
+    with arena(CAPACITY) as store:
         store.free(store.put(value))  # the pages are warm
-        victim = _SPAWN.Process(target=_hold, args=(name, far), daemon=True)
+        victim = _SPAWN.Process(target=_hold, args=(store.name, far), daemon=True)
         victim.start()
         near.recv()
         if victim.pid is None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-import uuid
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event, Semaphore
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from bench.arenas import arena
 from bench.floors import pinned
 from bench.report import Row, Samples, at_least, at_most, collector_off, pin
 
@@ -114,13 +114,10 @@ def _damage(store: Store, expected_ids: list[str]) -> list[str]:
 
 def run(batches: int) -> Outcome:
     """Releases `batches` times 64 sessions under the producer, then quietly, then audits."""
-    from shmstore import Store
-
-    name = f"bench-{uuid.uuid4().hex[:12]}"
     ready, stop = _SPAWN.Semaphore(0), _SPAWN.Event()
     near, far = _SPAWN.Pipe()
-    with Store.create(name, CAPACITY) as store:
-        producer = _SPAWN.Process(target=_produce, args=(name, ready, stop, far), daemon=True)
+    with arena(CAPACITY) as store:
+        producer = _SPAWN.Process(target=_produce, args=(store.name, ready, stop, far), daemon=True)
         producer.start()
         try:
             near.recv()

@@ -8,19 +8,17 @@ own work where a ratio is what counts.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from bench import floors, handover, objects, reclaim, session_workload
+from bench.arenas import arena
 from bench.objects import GIB, KIB, MIB, touch
 from bench.peers import ROOT, run_worker, run_workers
 from bench.report import (
@@ -58,13 +56,6 @@ class Shmrl:
     def free_many(self, handles: Sequence[ObjectRef]) -> int:
         """One call for all of them."""
         return self._store.free(handles)
-
-
-@contextlib.contextmanager
-def arena(capacity: int, **options: Any) -> Iterator[Store]:
-    """An arena of a name of its own."""
-    with Store.create(f"bench-{uuid.uuid4().hex[:12]}", capacity, **options) as store:
-        yield store
 
 
 def main(args: BenchArgs) -> int:

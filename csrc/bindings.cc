@@ -185,6 +185,8 @@ void StoreCore::open(std::unique_ptr<shmrl::Store> store) {
 void StoreCore::close() noexcept {
   if (!store_) return;
   unregister_store(store_->arena_id(), this);
+  // close() waits for calls of other threads, and those may want the GIL to run signal handlers.
+  nb::gil_scoped_release released;
   store_->close();
 }
 
@@ -309,14 +311,24 @@ nb::dict to_dict(const ArenaInfo& info) {
 
 nb::list arenas(const std::string& directory, bool remove_debris) {
   nb::list list;
-  for (const ArenaInfo& info :
-       remove_debris ? shmrl::Store::remove_debris(directory) : shmrl::Store::list(directory))
-    list.append(to_dict(info));
+  std::vector<ArenaInfo> infos;
+  {
+    nb::gil_scoped_release released;
+    infos = remove_debris ? shmrl::Store::remove_debris(directory) : shmrl::Store::list(directory);
+  }
+  for (const ArenaInfo& info : infos) list.append(to_dict(info));
+
   return list;
 }
 
 void unlink(nb::handle name, const std::string& directory) {
-  require(shmrl::Store::unlink(parse_text(name, "the name of a store"), directory));
+  const std::string text(parse_text(name, "the name of a store"));
+  Status status;
+  {
+    nb::gil_scoped_release released;
+    status = shmrl::Store::unlink(text, directory);
+  }
+  require(status);
 }
 
 void register_hooks(nb::handle encode, nb::handle decode, nb::handle to_device,

@@ -5,6 +5,7 @@
 #include <structmember.h>
 
 #include <array>
+#include <cstdio>
 #include <cstring>
 #include <new>
 #include <unordered_map>
@@ -105,10 +106,11 @@ PyObject* ref_hex(PyObject* self, PyObject*) {
 
 PyObject* ref_repr(PyObject* self) {
   const Ref& ref = as_ref(self)->ref;
-  return PyUnicode_FromFormat("<ObjectRef %u.%llu of arena %016llx%s>", ref.index,
-                              static_cast<unsigned long long>(ref.generation),
-                              static_cast<unsigned long long>(ref.arena),
-                              as_ref(self)->hold ? "" : ", a name");
+  std::array<char, 96> text;
+  std::snprintf(text.data(), text.size(), "<ObjectRef %u.%llu of arena %016llx%s>", ref.index,
+                static_cast<unsigned long long>(ref.generation),
+                static_cast<unsigned long long>(ref.arena), as_ref(self)->hold ? ", counted" : "");
+  return PyUnicode_FromString(text.data());
 }
 
 Ref decode_ref(const void* bytes, Py_ssize_t size) {
@@ -355,12 +357,17 @@ PyObject* draft_seal(PyObject* self, PyObject*) {
     const bool parsed = read_header(object->data, static_cast<std::uint64_t>(object->size), header);
     const Ref ref = object->draft.ref();
     Hold hold;
-    Pin* keep = object->view != nullptr ? &object->kept : nullptr;
-    const Status status = store_of_draft(object).seal(
-        object->draft, object->unattached ? &hold : nullptr, object->parent, keep);
+    shmrl::Store& store = store_of_draft(object);
+    const Status status =
+        store.seal(object->draft, object->unattached ? &hold : nullptr, object->parent);
+
     if (status == Status::freed) object->dropped = true;
     require(status);
     object->sealed = true;
+    if (object->view != nullptr) {
+      const Status pinned = store.pin(ref, Wait{}, object->kept);
+      if (pinned != Status::freed) require(pinned);
+    }
     return new_ref(ref, std::move(hold),
                    parsed ? static_cast<std::int64_t>(header.payload_bytes) : object->size);
   });
@@ -433,17 +440,23 @@ PyTypeObject* add_type(nb::module_& module, const char* name, PyType_Spec& spec)
 
 // -- refs inside messages -------------------------------------------------------------------------
 
-nb::object restore_ref(nb::handle data) {
-  if (!PyBytes_Check(data.ptr())) raise("BadRef", "a pickled ref holds bytes");
-  const Ref ref = decode_ref(PyBytes_AS_STRING(data.ptr()), PyBytes_GET_SIZE(data.ptr()));
-  Hold hold;
-  if (t_adopter != nullptr) {
-    const Status status = nb::inst_ptr<StoreCore>(nb::handle(t_adopter))->store().hold(ref, hold);
-    if (status != Status::freed && status != Status::foreign_ref && status != Status::not_sealed)
-      require(status);
-  }
-  return nb::steal(new_ref(ref, std::move(hold)));
+// Unpickles a ref. A plain C function, because pickle finds it by its module and name.
+PyObject* restore_ref(PyObject*, PyObject* data) {
+  return guarded([&]() -> PyObject* {
+    if (!PyBytes_Check(data)) raise("BadRef", "a pickled ref holds bytes");
+    const Ref ref = decode_ref(PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data));
+    Hold hold;
+    if (t_adopter != nullptr) {
+      const Status status = nb::inst_ptr<StoreCore>(nb::handle(t_adopter))->store().hold(ref, hold);
+      if (status != Status::freed && status != Status::foreign_ref && status != Status::not_sealed)
+        require(status);
+    }
+    return new_ref(ref, std::move(hold));
+  });
 }
+
+PyMethodDef restore_definition = {"restore_ref", restore_ref, METH_O,
+                                  "A ref from its bytes; counted inside adopting_refs."};
 
 // Installs an object (None: nothing) in a thread's slot and returns what was there.
 nb::object swap_slot(PyObject*& slot, nb::handle next) {
@@ -471,10 +484,11 @@ void add_types(nb::module_& module) {
   g_draft_type = add_type(module, "DraftHandle", draft_spec);
   g_view_type = add_type(module, "DraftView", view_spec);
   add_type(module, "Unguarded", unguarded_spec);
-  module.def("restore_ref", &restore_ref, nb::arg("data"));
+  nb::object module_name = module.attr("__name__");
+  g_restore_ref = checked(PyCFunction_NewEx(&restore_definition, nullptr, module_name.ptr()));
+  module.attr("restore_ref") = nb::handle(g_restore_ref);  // one reference is kept for good
   module.def("swap_ref_collector", &swap_ref_collector, nb::arg("collector").none());
   module.def("swap_ref_adopter", &swap_ref_adopter, nb::arg("store").none());
-  g_restore_ref = nb::object(module.attr("restore_ref")).release().ptr();
 }
 
 const Ref& parse_ref(nb::handle object) {

@@ -13,7 +13,6 @@ Owns the classes and nothing else; `_core` raises them by the status that the C+
     ├── SessionReleased       no live session of that id
     ├── SessionExists         a live session has that id already
     ├── NotOwner              somebody else owns what was to be released, moved or freed
-    ├── OwnerExists           the owner is bound already with another heir
     ├── BadValue              an argument outside what is allowed (also ValueError)
     │   ├── BadName           a name of an arena, a session or an owner
     │   └── BadRef            not a ref of this arena: forged, damaged, or of another arena
@@ -102,10 +101,6 @@ class NotOwner(StoreError):
         self.ids = ids
 
 
-class OwnerExists(StoreError):
-    """The owner is bound already by a live process, with another heir."""
-
-
 class BadValue(StoreError, ValueError):
     """An argument outside what is allowed; the message says what is allowed."""
 
@@ -189,7 +184,6 @@ __all__ = [
     "ObjectNotSealed",
     "ObjectTooLarge",
     "OutOfMemory",
-    "OwnerExists",
     "PickleRefused",
     "SessionExists",
     "SessionReleased",

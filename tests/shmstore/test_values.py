@@ -166,7 +166,9 @@ def test_a_tensor_copy_may_be_written_and_the_arena_does_not_change(store: Store
 
 def test_sparse_tensors_and_parameters_go_through_pickle(store: Store) -> None:
     sparse = torch.eye(3).to_sparse()
-    assert torch.equal(store.get(store.put(sparse)).to_dense(), torch.eye(3))
+    # torch keeps sparse tensors that it unpickled in a list of its own: a view would stay pinned
+    back = store.get(store.put(sparse), copy=True)
+    assert torch.equal(back.to_dense(), torch.eye(3))
     parameter = torch.nn.Parameter(torch.ones(2))
     assert type(store.get(store.put(parameter))) is torch.nn.Parameter
 
@@ -189,7 +191,7 @@ def arrow_values() -> dict[str, Any]:
         "nested": nested,
         "dictionary": dictionary,
         "tensor": routed,
-        "decimal": pa.array([1, 2]).cast(pa.decimal128(20, 2)),
+        "decimal": pa.array([1, 2]).cast(pa.decimal128(25, 2)),
         "chunked": pa.chunked_array([[1, 2], [], [3]]),
         "chunked without chunks": pa.chunked_array([], pa.float32()),
         "chunked dictionaries": pa.chunked_array(

@@ -69,6 +69,7 @@ Draft reserve(const Target& target, std::uint64_t size) {
                                   : store.reserve(size, target.session, wait, draft);
   };
   Status status = attempt(Wait{});
+  const StoreCore::Use use(target.core);
   if (status == Status::full && target.wait.timeout_ns != 0) {
     nb::gil_scoped_release released;
     status = attempt(target.wait);
@@ -212,6 +213,7 @@ Pin take_pin(StoreCore& core, nb::handle ref_object, nb::handle timeout) {
   Pin pin;
   Status status = store.pin(ref, Wait{}, pin);
   if (status == Status::not_sealed && wait.timeout_ns != 0) {
+    const StoreCore::Use use(core);
     nb::gil_scoped_release released;
     status = store.pin(ref, wait, pin);
   }

@@ -101,12 +101,13 @@ class Pool {
       size_ = size;
       stream_ = stream;
       next_.store(0, std::memory_order_relaxed);  // published by the mutex
-      wanted_ = running_ = helpers;
+      wanted_ = helpers;
       ++round_;
     }
     wake_.notify_all();
     work();
     std::unique_lock lock(mutex_);
+    wanted_ = 0;  // whoever has not begun need not: on a busy machine that may be a time slice away
     done_.wait(lock, [this] { return running_ == 0; });
     return true;
   }
@@ -132,6 +133,7 @@ class Pool {
         std::unique_lock lock(mutex_);
         wake_.wait(lock, [&] { return round_ != seen && number < wanted_; });
         seen = round_;
+        ++running_;
       }
       work();
       std::scoped_lock const lock(mutex_);

@@ -35,11 +35,13 @@ SPIN_S_MAX = 1.0
 class Store(_core.StoreCore):
     """A handle; made by `Store.create` and `Store.attach`. A context manager that closes."""
 
-    sessions: sessions.Sessions
-
     def __init__(self, *, allow_pickle: bool = True) -> None:
         super().__init__(bool(allow_pickle))
-        self.sessions = sessions.Sessions(self)
+
+    @property
+    def sessions(self) -> sessions.Sessions:
+        """The session table: who owns what, and which objects each session holds."""
+        return sessions.Sessions(self)
 
     # -- arenas by name
     # -----------------------------------------------------------------------------

@@ -7,7 +7,8 @@ is also who knows what is under way and with whom, so a producer's death loses n
 takes the batch of a train step, split over the tasks by their weights; a task that ended or yields
 nothing useful is left out instead of waited for.
 
-Lives in the driver, on the loop of the replay buffer; producers reach it as an actor. Waits are
+Lives in the driver, on the loop of the replay buffer; producers reach it as an actor, and may call
+its coroutines only: the other methods must run on that loop. Waits are
 futures; nothing polls.
 """
 
@@ -106,6 +107,7 @@ class Dispatcher:
         self._tasks = {task: _Task() for task in self.mix.tasks}
         self._in_production: dict[str, tuple[Work, str]] = {}
         self._drawers: list[asyncio.Future[None]] = []
+        self._held: set[str] = set()
         buffer.on_change(self._wake)
 
     # -- producers -------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ class Dispatcher:
         """
         while True:
             self.buffer.waiting.raise_failure()
-            works = self._draw_now(owner, n)
+            works = [] if owner in self._held else self._draw_now(owner, n)
             if works:
                 return works
             waiter = asyncio.get_running_loop().create_future()
@@ -126,6 +128,15 @@ class Dispatcher:
             finally:
                 if waiter in self._drawers:
                     self._drawers.remove(waiter)
+
+    async def hold(self, owner: str) -> None:
+        """Give `owner` no work until `let_go`, also in a draw that waits: it is pausing."""
+        self._held.add(owner)
+
+    async def let_go(self, owner: str) -> None:
+        """The reverse of `hold`."""
+        self._held.discard(owner)
+        self._wake()
 
     async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status:
         """Take back a drawn group; see `ReplayBuffer.put`. A member that had too many attempts
@@ -224,6 +235,7 @@ class Dispatcher:
         Call it before a successor under the same name starts. -> groups that will be worked on
         again.
         """
+        self._held.discard(owner)
         offered, lost = self.buffer.owner_died(owner)
         for group in lost:
             self._leave_production(group.uid)
@@ -234,7 +246,7 @@ class Dispatcher:
         self._wake()
         return offered + len(lost) + prompts
 
-    def fail(self, part: str, cause: str) -> None:
+    async def fail(self, part: str, cause: str) -> None:
         """A part is dead for good: whoever waits, or comes later, gets `PartFailed` with the
         cause.
         """
@@ -290,6 +302,7 @@ class Dispatcher:
     # -- inside ----------------------------------------------------------------------------------
 
     def _draw_now(self, owner: str, n: int) -> list[Work]:
+        self._notice_ends_of_data()
         works: list[Work] = []
         while len(works) < n:
             work = self._draw_one(owner)
@@ -298,7 +311,6 @@ class Dispatcher:
             self._in_production[work.uid] = (work, owner)
             self._tasks[work.task].in_production += 1
             works.append(work)
-        self._end_exhausted_tasks()
         return works
 
     def _draw_one(self, owner: str) -> Work | None:
@@ -346,7 +358,7 @@ class Dispatcher:
         usable = self._budget.batches_usable(self.model_step, self.train_step)
         targets = dict.fromkeys(self._tasks, 0)
         for step in range(self.train_step, self.train_step + usable):
-            for task, count in self._need(step).items():
+            for task, count in self._split(step)[0].items():
                 targets[task] += count
         return {task: self._shortfall(task, target) for task, target in targets.items()}
 
@@ -370,24 +382,30 @@ class Dispatcher:
         return self.buffer.waiting.has_room(task, int(coming))
 
     def _need(self, train_step: int) -> dict[str, int]:
-        """The split of a batch: what an ended task cannot give falls to the others."""
+        """The groups of the batch of `train_step`; `EndOfData` when no task is left to fill it."""
+        need, missing = self._split(train_step)
+        if missing:
+            reasons = "; ".join(f"{task}: {state.ended}" for task, state in self._tasks.items())
+            raise EndOfData(f"no task can fill the batch of step {train_step} ({reasons})")
+        return need
+
+    def _split(self, train_step: int) -> tuple[dict[str, int], int]:
+        """By weight; what an ended task cannot give falls to the others. -> (split, groups
+        missing).
+        """
         total = self.config.batch_groups
         need = self.mix.split(train_step, total)
         ended = [task for task, state in self._tasks.items() if state.ended is not None]
-        if not ended:
-            return need
         for task in ended:
             give = min(need.pop(task, 0), self.buffer.count(task, Status.COMPLETED))
             if give:
                 need[task] = give
         missing = total - sum(need.values())
-        if missing and len(ended) == len(self._tasks):
-            reasons = "; ".join(f"{task}: {self._tasks[task].ended}" for task in ended)
-            raise EndOfData(f"no task can fill the batch of step {train_step} ({reasons})")
-        if missing:
-            for task, count in self.mix.without(ended).split(train_step, missing).items():
-                need[task] = need.get(task, 0) + count
-        return need
+        if missing == 0 or len(ended) == len(self._tasks):
+            return need, missing
+        for task, count in self.mix.without(ended).split(train_step, missing).items():
+            need[task] = need.get(task, 0) + count
+        return need, 0
 
     def _raise_if_too_stale(self, train_step: int, need: Mapping[str, int]) -> None:
         usable = self._budget.batches_usable(self.model_step, train_step)
@@ -426,18 +444,21 @@ class Dispatcher:
         elif status is Status.COMPLETED:
             state.useless_in_row = 0
 
-    def _end_exhausted_tasks(self) -> None:
+    def _notice_ends_of_data(self) -> None:
+        """A task has ended while nothing of it can be produced; expiry or a death may begin it
+        again.
+        """
         for task, state in self._tasks.items():
-            if (
-                state.ended is None
-                and self.sampler.remaining(task) == 0
-                and not (
-                    state.in_production
-                    or self.buffer.count(task, Status.ABORTED)
-                    or self.buffer.count(task, Status.EXPIRED)
-                )
-            ):
-                self._end_task(task, "its prompts ran out")
+            exhausted = self.sampler.remaining(task) == 0 and not (
+                state.in_production
+                or self.buffer.count(task, Status.ABORTED)
+                or self.buffer.count(task, Status.EXPIRED)
+            )
+            if exhausted and state.ended is None:
+                self._end_task(task, _OUT_OF_DATA)
+            elif state.ended == _OUT_OF_DATA and not exhausted:
+                state.ended = None
+                self.buffer.waiting.reopen_task(task)
 
     def _end_task(self, task: str, reason: str) -> None:
         self._tasks[task].ended = reason
@@ -447,6 +468,7 @@ class Dispatcher:
         found = self._in_production.pop(uid, None)
         if found is not None:
             self._tasks[found[0].task].in_production -= 1
+            self._notice_ends_of_data()
 
     def _wake(self) -> None:
         drawers, self._drawers = self._drawers, []
@@ -454,5 +476,8 @@ class Dispatcher:
             if not waiter.done():
                 waiter.set_result(None)
 
+
+#: Why a task ended; unlike the other reasons this one can pass.
+_OUT_OF_DATA = "its prompts ran out"
 
 _COUNTED = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.conversation import Gate
@@ -28,6 +27,7 @@ class EvaluationReport:
     """Result of one evaluation; counts in rollouts. `reward_mean` is NaN when none was scored."""
 
     reward_mean: float
+    reward_mean_by_task: Mapping[str, float]
     rollouts: int
     failed: int
     response_tokens_mean: float
@@ -44,6 +44,7 @@ class Evaluator:
         prompts: Sequence[Prompt],
         *,
         owner: str = "eval",
+        run_name: str = "eval",
     ) -> None:
         if not prompts:
             raise ConfigError("an evaluation needs at least one prompt")
@@ -51,10 +52,10 @@ class Evaluator:
         self._config = config
         self._prompts = tuple(prompts)
         self._owner = owner
+        self._run_name = run_name
 
     async def run(self) -> EvaluationReport:
-        """Evaluate once; may run while a producer uses the same engine."""
-        run_name = f"eval-{uuid.uuid4().hex[:8]}"
+        """Evaluate once; may run while a producer uses the same engine, but not twice at a time."""
         slots = asyncio.Semaphore(self._config.groups_max)
         groups = [
             PendingGroup(
@@ -62,7 +63,7 @@ class Evaluator:
                 self._parts,
                 self._config,
                 owner=self._owner,
-                run_name=run_name,
+                run_name=self._run_name,
                 gate=Gate(),
             )
             for number, prompt in enumerate(self._prompts)
@@ -89,9 +90,14 @@ async def _evaluate(
 def _report(groups: Sequence[PendingGroup]) -> EvaluationReport:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [r.reward for r in rollouts if r.reward is not None]
+    by_task: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            by_task.setdefault(rollout.task, []).append(rollout.reward)
     failed = [r for r in rollouts if r.status is Status.FAILED]
     return EvaluationReport(
         reward_mean=sum(rewards) / len(rewards) if rewards else math.nan,
+        reward_mean_by_task={task: sum(found) / len(found) for task, found in by_task.items()},
         rollouts=len(rollouts),
         failed=len(failed),
         response_tokens_mean=sum(r.n_response_tokens for r in rollouts) / len(rollouts),

@@ -26,6 +26,10 @@ class Desk(Protocol):
 
     async def draw(self, owner: str, n: int = 1) -> Sequence[Work]: ...
 
+    async def hold(self, owner: str) -> None: ...
+
+    async def let_go(self, owner: str) -> None: ...
+
     async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status: ...
 
     async def cancel(self, group: Group, *, owner: str) -> int: ...
@@ -86,6 +90,7 @@ class Producer:
         self._report = ProducerReport()
         self._failure: BaseException | None = None
         self._stopped = False
+        self._drawing: asyncio.Task[Sequence[Work]] | None = None
 
     async def run(self) -> None:
         """Produce until `stop`. Raises what made going on impossible (the desk or the sessions are
@@ -94,9 +99,7 @@ class Producer:
         try:
             while not self._stopped:
                 free = await self._wait_for_slots()
-                works = await self._dispatcher.draw(self.owner, free)
-                await self._resumed.wait()
-                for work in works:
+                for work in await self._draw(free):
                     self._start(work)
         finally:
             await self._cancel_groups()
@@ -116,6 +119,7 @@ class Producer:
         n_pending = len(pending)
         try:
             async with asyncio.timeout(timeout_s):
+                await self._dispatcher.hold(self.owner)
                 if not drain:
                     await self._parts.engine.abort(list(self._gate.running))
                 if pending:
@@ -126,11 +130,12 @@ class Producer:
         cancelled = await self._cancel_groups()
         return PauseReport(n_pending - len(unfinished), cancelled, loop.time() - started)
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Go on after `pause`."""
         self._gate.stopping = False
         self._resumed.set()
         self._changed.set()
+        await self._dispatcher.let_go(self.owner)
 
     async def stop(self, timeout_s: float) -> PauseReport:
         """Pause for good and give everything back; `run` returns."""
@@ -138,6 +143,10 @@ class Producer:
         report = await self.pause(timeout_s)
         self._changed.set()
         self._resumed.set()
+        # The waiting draw must come back empty-handed before what was drawn is given back.
+        if self._drawing is not None:
+            self._drawing.cancel()
+            await asyncio.wait([self._drawing])
         await self._dispatcher.give_back(self.owner)
         return report
 
@@ -159,6 +168,25 @@ class Producer:
                 return max(free, 1)
             self._changed.clear()
             await self._changed.wait()
+
+    async def _draw(self, n: int) -> Sequence[Work]:
+        """Up to `n` works; none when the producer was stopped meanwhile."""
+        loop = asyncio.get_running_loop()
+        self._drawing = loop.create_task(self._ask_for_work(n))
+        try:
+            await asyncio.wait([self._drawing])
+            if self._drawing.cancelled():
+                return ()
+            works = self._drawing.result()
+        finally:
+            self._drawing.cancel()
+            self._drawing = None
+        # Drawn just before a pause: kept until it is over.
+        await self._resumed.wait()
+        return () if self._stopped else works
+
+    async def _ask_for_work(self, n: int) -> Sequence[Work]:
+        return await self._dispatcher.draw(self.owner, n)
 
     def _start(self, work: Work) -> None:
         pending = PendingGroup(

@@ -140,11 +140,10 @@ def is_segment(value: object) -> bool:
 
 def read(batch: pa.RecordBatch) -> Columns:
     """Views of a stored segment; `TraceError` when the batch is none."""
+    if not is_segment(batch):
+        found = batch.schema.names if isinstance(batch, pa.RecordBatch) else type(batch).__name__
+        raise TraceError(f"this object of the arena is not a segment, but {found}")
     metadata = batch.schema.metadata
-    if metadata is None or b"text_nbytes" not in metadata:
-        raise TraceError(
-            f"this record batch is not a segment; its columns are {batch.schema.names}"
-        )
     columns = batch.columns
     routed = before = None
     if len(columns) > 4:

@@ -1,0 +1,134 @@
+"""Parts for the lifecycle tests: a source, environments, judges, and a whole desk with its
+producer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shmstore import Store
+from trainer.dispatch import DispatchConfig, Dispatcher
+from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine
+from trainer.environment import Environment, Judge, Session
+from trainer.expiry import Expiry
+from trainer.pending import ProducerConfig, ProducerParts
+from trainer.producer import Producer
+from trainer.prompts import PromptSampler, TaskMix
+from trainer.replay import ReplayBuffer
+from trainer.rollout import Batch, Prompt, Trace
+from trainer.staleness import StalenessBudget
+from trainer.trace import TraceStore
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Numbered prompts; `size` None: without end."""
+
+    task: str = "math"
+    size: int | None = None
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(f"{self.task}/{index}", self.task, text=f"question {index}", answer=index)
+
+
+class OneTurn:
+    async def run(self, session: Session, prompt: Prompt) -> None:
+        await session.generate(prompt.text)
+
+
+class TwoTurns:
+    """A turn, a tool's answer that depends on it, another turn."""
+
+    async def run(self, session: Session, prompt: Prompt) -> None:
+        turn = await session.generate(prompt.text)
+        await session.generate(f"tool heard {turn.text}; ")
+
+
+class LengthJudge:
+    """Rewards differ within a group, so nothing is filtered unless all answers are equally long."""
+
+    async def score(self, prompt: Prompt, text: str, trace: Trace) -> float:
+        return float(len(text))
+
+
+class CountingJudge:
+    """A new reward each time: never filtered."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def score(self, prompt: Prompt, text: str, trace: Trace) -> float:
+        self.calls += 1
+        return float(self.calls)
+
+
+@dataclass
+class Desk:
+    """Everything of a run but the learner, on one loop."""
+
+    store: Store
+    traces: TraceStore
+    buffer: ReplayBuffer
+    dispatcher: Dispatcher
+    engine: ScriptedEngine
+    producer: Producer
+
+    async def train(self, step: int, **options: Any) -> Batch:
+        """Take the batch of `step` and release it, as a learner does."""
+        options = {"timeout": 1e4, **options}
+        batch = await self.dispatcher.take(step, owner="learner", **options)
+        assert self.traces.release(batch.session_ids, owner="learner") == list(batch.session_ids)
+        return batch
+
+
+@asynccontextmanager
+async def desk(
+    store: Store,
+    *,
+    script: Script | None = None,
+    environment: Environment | None = None,
+    judge: Judge | None = None,
+    sources: dict[str, Questions] | None = None,
+    weights: dict[str, float] | None = None,
+    expiry: Expiry | None = None,
+    max_bytes: int | None = None,
+    dispatch: dict[str, Any] | None = None,
+    produce: dict[str, Any] | None = None,
+    budget: StalenessBudget | None = None,
+    epochs: int | None = None,
+    run: bool = True,
+) -> AsyncIterator[Desk]:
+    """A desk whose producer runs inside the block; at its end everything is given back and
+    balanced.
+    """
+    sources = sources or {"math": Questions()}
+    sampler = PromptSampler(sources, seed=None, epochs=epochs)
+    buffer = ReplayBuffer(store, expiry=expiry, max_bytes=max_bytes)
+    budget = budget or StalenessBudget(max_staleness=1, sync_interval=1)
+    dispatch = {"batch_groups": 2, "group_size": 2, "budget": budget, **(dispatch or {})}
+    dispatcher = Dispatcher(
+        buffer, sampler, DispatchConfig(**dispatch), TaskMix(weights or dict.fromkeys(sources, 1))
+    )
+    engine = ScriptedEngine(script or Script(token_s=0.1))
+    traces = TraceStore(store)
+    parts = ProducerParts(
+        engine, traces, ByteTokenizer(), environment or OneTurn(), judge or CountingJudge()
+    )
+    config = ProducerConfig(
+        group_size=dispatch["group_size"], **{"groups_max": 8, **(produce or {})}
+    )
+    producer = Producer(dispatcher, parts, config)
+    made = Desk(store, traces, buffer, dispatcher, engine, producer)
+    running = asyncio.create_task(producer.run()) if run else None
+    try:
+        yield made
+    finally:
+        await producer.stop(30)
+        if running is not None:
+            await running
+        dispatcher.check_books()
+        buffer.close()

@@ -1,0 +1,120 @@
+"""The split of a batch over tasks, and prompts that are never skipped or doubled."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trainer.lifecycle.kit import Questions
+from trainer.errors import ConfigError
+from trainer.prompts import DrawnPrompt, PromptSampler, TaskMix
+
+weights = st.dictionaries(st.sampled_from("abcde"), st.integers(1, 9), min_size=1, max_size=5)
+
+
+@given(weights, st.integers(1, 16), st.integers(1, 60))
+def test_L31_every_batch_is_full_and_every_task_has_its_share_within_one(
+    shares: dict[str, int], batch: int, last: int
+) -> None:
+    mix = TaskMix(shares)
+    given_to = dict.fromkeys(shares, 0)
+    for step in range(1, last + 1):
+        split = mix.split(step, batch)
+        assert sum(split.values()) == batch
+        for task, count in split.items():
+            given_to[task] += count
+    for task, share in shares.items():
+        assert abs(given_to[task] - last * batch * share / sum(shares.values())) < 1
+
+
+@given(weights, st.integers(1, 16), st.integers(1, 10_000))
+def test_L31_the_split_is_a_function_of_the_train_step_alone(
+    shares: dict[str, int], batch: int, step: int
+) -> None:
+    assert TaskMix(shares).split(step, batch) == TaskMix(shares).split(step, batch)
+
+
+def test_L31_fractions_are_exact() -> None:
+    mix = TaskMix({"a": 0.75, "b": 0.25})
+    assert mix.split(1, 4) == {"a": 3, "b": 1}
+
+
+def test_a_task_without_weight_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weight of task 'a' is 0"):
+        TaskMix({"a": 0})
+
+
+def _drain(sampler: PromptSampler, task: str = "math") -> list[str]:
+    uids = []
+    while (drawn := sampler.draw(task, "p")) is not None:
+        uids.append(drawn.prompt.uid)
+        sampler.settle(drawn.ticket)
+    return uids
+
+
+def test_L12_prompts_of_a_dead_producer_are_handed_out_again_before_new_ones() -> None:
+    sampler = PromptSampler({"math": Questions(size=5)}, seed=None, epochs=1)
+    first = [sampler.draw("math", owner) for owner in ("p0", "p1", "p0")]
+    assert all(first)
+    assert sampler.give_back_all("p0") == 2
+    again = [sampler.draw("math", "p2") for _ in range(2)]
+    assert [d.prompt.uid for d in again if d] == ["math/0", "math/2"]
+    assert [d.attempt for d in again if d] == [1, 1]
+    assert _drain(sampler) == ["math/3", "math/4"]
+
+
+def test_settling_twice_or_giving_back_what_is_settled_changes_nothing() -> None:
+    sampler = PromptSampler({"math": Questions(size=1)}, seed=None, epochs=1)
+    drawn = sampler.draw("math", "p")
+    assert drawn is not None
+    assert sampler.settle(drawn.ticket)
+    assert not sampler.settle(drawn.ticket)
+    assert not sampler.give_back(drawn.ticket)
+    assert sampler.draw("math", "p") is None
+
+
+def test_epochs_are_shuffled_differently_and_each_holds_every_prompt() -> None:
+    sampler = PromptSampler({"math": Questions(size=20)}, seed=3, epochs=2)
+    uids = _drain(sampler)
+    assert sorted(uids[:20]) == sorted(uids[20:]) == sorted(f"math/{i}" for i in range(20))
+    assert uids[:20] != uids[20:]
+
+
+@given(st.integers(0, 1000), st.integers(0, 60))
+def test_L25_a_resumed_sampler_hands_out_every_unfinished_prompt_exactly_once(
+    seed: int, moves: int
+) -> None:
+    rng = random.Random(seed)
+    sources = {"math": Questions(size=12), "code": Questions("code", size=7)}
+    sampler = PromptSampler(sources, seed=1, epochs=2)
+    done: list[str] = []
+    out: list[DrawnPrompt] = []
+    for _ in range(moves):
+        action = rng.random()
+        if action < 0.5:
+            drawn = sampler.draw(rng.choice(["math", "code"]), "p")
+            if drawn:
+                out.append(drawn)
+        elif out:
+            drawn = out.pop(rng.randrange(len(out)))
+            if action < 0.8:
+                sampler.settle(drawn.ticket)
+                done.append(drawn.prompt.uid)
+            else:
+                sampler.give_back(drawn.ticket)
+    resumed = PromptSampler(sources, seed=1, epochs=2)
+    resumed.load_json(sampler.to_json())
+    rest = _drain(resumed, "math") + _drain(resumed, "code")
+    every = [f"math/{i}" for i in range(12)] + [f"code/{i}" for i in range(7)]
+    assert sorted(done + rest) == sorted(2 * every)
+
+
+def test_L25_another_seed_or_a_missing_task_is_refused_on_resume() -> None:
+    saved = PromptSampler({"math": Questions(size=3)}, seed=1).to_json()
+    with pytest.raises(ConfigError, match="prompt seed 1, this run has 2"):
+        PromptSampler({"math": Questions(size=3)}, seed=2).load_json(saved)
+    with pytest.raises(ConfigError, match=r"tasks \['math'\]"):
+        PromptSampler({"code": Questions("code", size=3)}, seed=1).load_json(saved)

@@ -1,0 +1,500 @@
+"""The replay buffer on a real arena: L06, L07, L09, L10, L14 to L17, L29, limits in bytes,
+waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shmstore import NotOwner, Store
+from trainer import replay_index
+from trainer.errors import (
+    BadGroup,
+    EndOfData,
+    LedgerError,
+    PartFailed,
+    PutTimeout,
+    ReplayError,
+    TakeTimeout,
+)
+from trainer.expiry import Expiry, ExpiryAction
+from trainer.replay import ReplayBuffer
+from trainer.rollout import Group, Rollout, Status
+from trainer.testing import make_segment, run_virtual, store_group
+from trainer.trace import TraceStore
+
+P, L = "producer-0", "learner"
+
+
+async def _put(buffer: ReplayBuffer, traces: TraceStore, uid: str, **options: Any) -> Status:
+    return await buffer.put(store_group(traces, uid, **options), owner=P, train_step=1)
+
+
+async def test_L06_taking_moves_exactly_the_sessions_of_the_batch(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    for uid in ("a", "b", "c"):
+        await _put(buffer, traces, uid)
+    traces.open("meanwhile", owner=P)
+    batch = await buffer.take({"math": 2}, train_step=1, owner=L, timeout=1)
+    assert [group.uid for group in batch.groups] == ["a", "b"]
+    assert store.sessions.list(L) == list(batch.session_ids) == ["a-0", "a-1", "b-0", "b-1"]
+    assert buffer.count("math", Status.COMPLETED) == 1
+    assert traces.release(batch.session_ids, owner=L) == list(batch.session_ids)
+    assert store.sessions.list() == ["c-0", "c-1", "meanwhile"]
+    assert buffer.settle(L) == 4
+    buffer.check_books()
+
+
+async def test_L06_when_the_sessions_cannot_move_the_groups_stay(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    await _put(buffer, traces, "a")
+    await _put(buffer, traces, "b")
+    store.sessions.release(["b-1"], owner="*")
+    with pytest.raises(NotOwner):
+        await buffer.take({"math": 2}, train_step=1, owner=L, timeout=1)
+    assert buffer.count("math", Status.COMPLETED) == 2
+    assert store.sessions.list(L) == []
+    assert (await buffer.take({"math": 1}, train_step=1, owner=L, timeout=1)).groups[0].uid == "a"
+
+
+@pytest.mark.parametrize("status", [Status.FAILED, Status.FILTERED])
+async def test_L09_useless_groups_are_counted_and_released_and_never_filed(
+    store: Store, traces: TraceStore, status: Status
+) -> None:
+    buffer = ReplayBuffer(store)
+    group = store_group(traces, "bad", status=status, reward=0.25)
+    assert await buffer.put(group, owner=P, train_step=1) is status
+    assert group.status is status  # reading it later says the same
+    assert len(buffer) == 0
+    assert store.stats().sessions == store.stats().objects == 0
+    books = buffer.accounts.ledger.task("math")
+    assert (books.produced, getattr(books, status.value)) == (2, 2)
+    await _put(buffer, traces, "good", reward=0.75)
+    report = (await buffer.take({"math": 1}, train_step=1, owner=L)).report.total
+    assert report.produced_samples == 4
+    assert report.produced_tokens == 24
+    assert getattr(report, f"{status.value}_samples") == 2
+    assert report.raw_reward_mean == 0.5
+
+
+@pytest.mark.parametrize("status", [Status.COMPLETED, Status.ABORTED, Status.EXPIRED])
+async def test_L10_filed_groups_and_their_sessions_belong_to_the_buffer(
+    store: Store, traces: TraceStore, status: Status
+) -> None:
+    buffer = ReplayBuffer(store)
+    assert await _put(buffer, traces, "a", status=status) is status
+    assert buffer.count("math", status) == 1
+    assert store.sessions.list("replay") == ["a-0", "a-1"]
+
+
+async def test_L10_a_group_whose_sessions_are_not_the_producers_is_refused_whole(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    group = store_group(traces, "a", owner="somebody")
+    with pytest.raises(NotOwner):
+        await buffer.put(group, owner=P, train_step=1)
+    assert len(buffer) == 0
+    assert store.sessions.list("somebody") == ["a-0", "a-1"]
+    buffer.check_books()
+
+
+async def test_groups_that_cannot_be_filed_are_refused_with_the_reason(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    unfinished = Group("i", "math", None, (Rollout("i-0", status=Status.INIT),))
+    with pytest.raises(BadGroup, match=r"\['i-0'\] of group 'i' are still INIT"):
+        await buffer.put(unfinished, owner=P)
+    await _put(buffer, traces, "a")
+    again = Group("a", "math", None, (Rollout("a-0", status=Status.COMPLETED),))
+    with pytest.raises(BadGroup, match="'a' is in the buffer already"):
+        await buffer.put(again, owner=P)
+    with pytest.raises(ReplayError, match="at least one group of each task"):
+        await buffer.take({"math": 0}, train_step=1, owner=L)
+
+
+async def test_a_group_without_counters_is_filed_with_what_its_traces_say(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store, expiry=Expiry(max_staleness=0))
+    traces.open("s", owner=P)
+    traces.insert("s", make_segment(3, model_step=None))
+    traces.insert("s", make_segment(4, model_step=2), parent=0)
+    group = Group(rollouts=[Rollout("s", status=Status.COMPLETED)])
+    assert await buffer.put(group, task="math", owner=P, train_step=3) is Status.COMPLETED
+    assert (await buffer.refresh(train_step=4)).retry == 1
+    assert traces.length("s") == 1
+
+
+class _CountingEntry:
+    """Counts how often index entries are looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compared = 0
+        original = replay_index.Entry
+
+        def less(one: replay_index.Entry, other: replay_index.Entry) -> bool:
+            raise AssertionError("entries are ordered by key and seq, which are unique")
+
+        monkeypatch.setattr(original, "__lt__", less, raising=False)
+
+
+@pytest.mark.parametrize("n", [200, 20_000])
+async def test_L14_no_call_looks_at_groups_that_it_does_not_return(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _CountingEntry(monkeypatch)
+    index = replay_index.ReplayIndex(replay_index.Order.STALENESS)
+    for i in range(n):
+        rollout = Rollout(f"s{i}", status=Status.COMPLETED, model_step_min=i % 7, model_step_max=9)
+        index.add(Group(f"g{i}", "math", None, (rollout,)), i, deadline=10 + i % 7)
+    touched: list[str] = []
+    original = replay_index.ReplayIndex._forget
+
+    def forget(self: replay_index.ReplayIndex, entry: replay_index.Entry) -> None:
+        touched.append(entry.group.uid)
+        original(self, entry)
+
+    monkeypatch.setattr(replay_index.ReplayIndex, "_forget", forget)
+    assert [index.pop("math", Status.COMPLETED).group.uid for _ in range(3)] == ["g0", "g7", "g14"]  # type: ignore[union-attr]
+    assert index.count("math", Status.COMPLETED) == n - 3
+    assert index.pop_expired(9) == []
+    assert len(touched) == 3
+    assert len(index.pop_expired(10)) == len(range(0, n, 7)) - 3
+
+
+async def test_L14_a_taker_wakes_when_its_batch_is_complete_and_not_before(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    looks = 0
+    can_meet = buffer.waiting._can_meet
+
+    def counted(need: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return can_meet(need)
+
+    buffer.waiting._can_meet = counted  # type: ignore[method-assign]
+    taker = asyncio.create_task(buffer.take({"math": 2, "code": 1}, train_step=1, owner=L))
+    await _put(buffer, traces, "a")
+    await _put(buffer, traces, "b", task="code")
+    await asyncio.sleep(0.02)
+    assert not taker.done()
+    idle = looks
+    await asyncio.sleep(0.05)
+    assert looks == idle  # nobody looks while nothing changes
+    await _put(buffer, traces, "c")
+    assert {g.uid for g in (await taker).groups} == {"a", "b", "c"}
+
+
+async def test_L14_takers_are_served_in_the_order_in_which_they_came(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    first = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="one"))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="two"))
+    await asyncio.sleep(0)
+    await _put(buffer, traces, "a")
+    await _put(buffer, traces, "b")
+    assert (await first).groups[0].uid == "a"
+    assert (await second).groups[0].uid == "b"
+
+
+@pytest.mark.parametrize(
+    ("order", "wanted"),
+    [("staleness", ["old-1", "old-2", "mid", "new"]), ("fifo", ["new", "old-1", "mid", "old-2"])],
+)
+async def test_L15_order_is_oldest_staleness_first_or_first_in_first_out(
+    store: Store, traces: TraceStore, order: str, wanted: list[str]
+) -> None:
+    buffer = ReplayBuffer(store, order=order)
+    for uid, step in (("new", 5), ("old-1", 0), ("mid", 3), ("old-2", 0)):
+        await _put(buffer, traces, uid, model_step=step)
+    taken = await buffer.take({"math": 4}, train_step=6, owner=L)
+    assert [group.uid for group in taken.groups] == wanted
+
+
+async def test_L16_retry_releases_only_the_stale_responses_and_keeps_fresh_members(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store, expiry=Expiry(max_staleness=0))
+    group = store_group(traces, "a", model_step=0)
+    fresh = group.rollouts[1].evolve(model_step_min=4, model_step_max=4)
+    await buffer.put(group.with_rollouts([group.rollouts[0], fresh]), owner=P, train_step=1)
+    refreshed = await buffer.refresh(train_step=2)
+    assert (refreshed.retry, refreshed.dropped) == (1, 0)
+    assert buffer.count("math", Status.EXPIRED) == 1
+    assert traces.length("a-0") == 1  # the prompt
+    assert traces.length("a-1") == 2
+    lent = buffer.lend("math", Status.EXPIRED, owner=P)
+    assert lent is not None
+    assert [r.status for r in lent.rollouts] == [Status.EXPIRED, Status.COMPLETED]
+    # A new attempt cannot mismatch the old trace: there is none.
+    traces.insert("a-0", make_segment(3, model_step=4), parent=0)
+    assert len(traces.export("a-0")) == 7
+
+
+async def test_L16_drop_removes_under_the_lock_and_releases_in_one_call_outside_it(
+    store: Store, traces: TraceStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = ReplayBuffer(store, expiry=Expiry(ExpiryAction.DROP, max_staleness=0))
+    for uid in ("a", "b"):
+        await _put(buffer, traces, uid, model_step=0)
+    await _put(buffer, traces, "c", model_step=3)
+    calls: list[tuple[list[str], bool]] = []
+    release = store.sessions.release
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store.sessions, name)
+
+        def release(self, ids: list[str], owner: str) -> list[str]:
+            calls.append((list(ids), buffer._lock.locked()))
+            return release(ids, owner)
+
+    monkeypatch.setattr(buffer, "_store", _With(store, Watched()))
+    assert (await buffer.refresh(train_step=2)).dropped == 2
+    assert calls == [(["a-0", "a-1", "b-0", "b-1"], False)]
+    assert store.sessions.list() == ["c-0", "c-1"]
+    buffer.check_books()
+    assert buffer.accounts.ledger.task("math").expired_dropped == 4
+
+
+class _With:
+    """The store with other sessions."""
+
+    def __init__(self, store: Store, sessions: Any) -> None:
+        self.sessions = sessions
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+async def test_L17_nothing_is_awaited_and_nobody_is_called_while_the_lock_is_held(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store, expiry=Expiry(ExpiryAction.DROP, max_staleness=0))
+    held: list[str] = []
+
+    def check(what: str) -> Callable[..., None]:
+        return lambda *_: held.append(what) if buffer._lock.locked() else None
+
+    buffer.on_change(check("listener"))
+    waiting = asyncio.create_task(buffer.take({"math": 2}, train_step=2, owner=L))
+    waiting.add_done_callback(check("taker"))
+    await asyncio.sleep(0)
+    for i in range(4):
+        await _put(buffer, traces, f"g{i}", model_step=1)
+    await waiting
+    await buffer.refresh(train_step=9)
+    buffer.lend("math", Status.ABORTED, owner=P)
+    assert held == []
+
+
+async def test_a_group_that_is_stale_on_arrival_is_expired_at_once(
+    store: Store, traces: TraceStore
+) -> None:
+    retry = ReplayBuffer(store, expiry=Expiry(max_staleness=0), owner="replay-1")
+    stale = store_group(traces, "a", model_step=0)
+    assert await retry.put(stale, owner=P, train_step=2) is Status.EXPIRED
+    assert retry.count("math", Status.EXPIRED) == 1
+    drop = ReplayBuffer(store, expiry=Expiry(ExpiryAction.DROP, max_staleness=0), owner="replay-2")
+    stale = store_group(traces, "b", model_step=0)
+    assert await drop.put(stale, owner=P, train_step=2) is Status.EXPIRED
+    assert len(drop) == 0
+    assert store.sessions.list("replay-2") == store.sessions.list(P) == []
+    retry.check_books()
+    drop.check_books()
+
+
+async def test_what_expires_while_a_taker_waits_is_not_handed_out(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store, expiry=Expiry(ExpiryAction.DROP, max_staleness=0))
+    await _put(buffer, traces, "a", model_step=0)
+    taker = asyncio.create_task(buffer.take({"math": 2}, train_step=1, owner=L))
+    await asyncio.sleep(0)
+    await _put(buffer, traces, "b", model_step=0)  # completes the batch; the taker has not run yet
+    await buffer.refresh(train_step=2)
+    await asyncio.sleep(0)
+    assert not taker.done()
+    for uid in ("c", "d"):
+        await buffer.put(store_group(traces, uid, model_step=1), owner=P, train_step=2)
+    assert [g.uid for g in (await taker).groups] == ["c", "d"]
+
+
+async def test_L29_each_count_is_handed_out_once(store: Store, traces: TraceStore) -> None:
+    buffer = ReplayBuffer(store)
+    for i in range(3):
+        await _put(buffer, traces, f"a{i}", reward=float(i))
+    await _put(buffer, traces, "f", status=Status.FILTERED, reward=5.0)
+    await _put(buffer, traces, "p", status=Status.ABORTED, reward=None)
+    first = (await buffer.take({"math": 1}, train_step=1, owner=L)).report
+    assert first.tasks["math"].leftover == {"completed": 2, "aborted": 1}
+    assert first.total.raw_reward_count == 8
+    assert first.total.raw_reward_sum == 2 * (0 + 1 + 2 + 5)
+    assert first.total.group_time_count == 5
+    second = (await buffer.take({"math": 1}, train_step=1, owner=L)).report
+    assert second.total.produced_samples == second.total.raw_reward_count == 0
+    assert second.tasks["math"].leftover == {"completed": 1, "aborted": 1}
+
+
+async def test_a_lent_group_is_produced_once_however_often_it_is_handed_in(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    await _put(buffer, traces, "a", status=Status.ABORTED, reward=None)
+    lent = buffer.lend("math", Status.ABORTED, owner=P)
+    assert lent is not None
+    buffer.check_books()
+    assert store.sessions.list(P) == ["a-0", "a-1"]
+    done = [r.evolve(status=Status.COMPLETED, reward=1.0) for r in lent.rollouts]
+    await buffer.put(lent.with_rollouts(done), owner=P)
+    buffer.check_books()
+    assert buffer.accounts.ledger.task("math").produced == 2
+    report = (await buffer.take({"math": 1}, train_step=1, owner=L)).report.total
+    assert (report.produced_samples, report.produced_tokens) == (2, 12)
+
+
+async def test_a_lost_rollout_shows_in_the_books_with_every_counter(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    await _put(buffer, traces, "a")
+    buffer._index.remove("a")  # what a bug would do
+    with pytest.raises(LedgerError, match=r"math: produced 2 = buffered 0 .* off by \+2"):
+        buffer.check_books()
+
+
+async def test_L07_the_batch_of_a_dead_learner_is_offered_again_in_its_old_place(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    for uid in ("a", "b", "c"):
+        await _put(buffer, traces, uid)
+    batch = await buffer.take({"math": 2}, train_step=1, owner=L)
+    offered, lost = buffer.owner_died(L)
+    assert (offered, lost) == (2, [])
+    assert store.sessions.list(L) == []
+    again = await buffer.take({"math": 3}, train_step=1, owner=L)
+    assert [g.uid for g in again.groups] == ["a", "b", "c"]
+    assert batch.groups == again.groups[:2]
+    buffer.check_books()
+
+
+async def test_L07_a_learner_that_died_after_its_release_has_trained_its_batch(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    await _put(buffer, traces, "a")
+    batch = await buffer.take({"math": 1}, train_step=1, owner=L)
+    traces.release(batch.session_ids, owner=L)
+    assert buffer.owner_died(L) == (0, [])
+    assert len(buffer) == 0
+    assert buffer.accounts.ledger.task("math").trained == 2
+    buffer.check_books()
+
+
+async def test_take_says_what_is_missing_when_its_time_is_over(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    await _put(buffer, traces, "a")
+    with pytest.raises(
+        TakeTimeout, match=r"need {'math': 2}, in the buffer {'math': {'completed': 1}}"
+    ):
+        await buffer.take({"math": 2}, train_step=1, owner=L, timeout=0.01)
+    assert buffer.waiting.describe() == []
+
+
+async def test_a_taker_that_is_cancelled_takes_nothing_and_blocks_nobody(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    first = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="one"))
+    second = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="two"))
+    await asyncio.sleep(0)
+    await _put(buffer, traces, "a")  # wakes the first
+    first.cancel()
+    assert (await second).groups[0].uid == "a"
+    assert store.sessions.list("one") == []
+
+
+async def test_a_dead_part_reaches_takers_putters_and_all_who_come_later(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store, max_bytes=1)
+    await _put(buffer, traces, "a")
+    taker = asyncio.create_task(buffer.take({"code": 1}, train_step=1, owner=L))
+    putter = asyncio.create_task(_put(buffer, traces, "b"))
+    await asyncio.sleep(0.01)
+    buffer.waiting.fail("producer-0", "killed by signal 9")
+    for task in (
+        taker,
+        putter,
+        asyncio.create_task(buffer.take({"math": 9}, train_step=1, owner=L)),
+    ):
+        with pytest.raises(PartFailed, match="producer-0 failed: killed by signal 9") as error:
+            await task
+        assert error.value.part == "producer-0"
+
+
+async def test_the_end_of_a_task_reaches_only_those_who_need_more_of_it(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    await _put(buffer, traces, "a")
+    waiting = asyncio.create_task(buffer.take({"math": 2}, train_step=1, owner=L))
+    await asyncio.sleep(0)
+    buffer.waiting.end_task("math", "its prompts ran out")
+    with pytest.raises(EndOfData, match="2 groups asked, 1 left") as error:
+        await waiting
+    assert error.value.task == "math"
+    assert len(await buffer.take({"math": 1}, train_step=1, owner=L)) == 1
+
+
+def test_a_put_beyond_the_byte_limit_waits_for_room_and_then_goes_on(store: Store) -> None:
+    async def main() -> None:
+        traces = TraceStore(store)
+        size = sum(traces.nbytes(s) for s in store_group(traces, "x").session_ids)
+        store.sessions.release(store.sessions.list(), owner="*")
+        buffer = ReplayBuffer(store, max_bytes=2 * size)
+        for uid in ("a", "b"):
+            await _put(buffer, traces, uid)
+        assert buffer.nbytes <= 2 * size
+        with pytest.raises(PutTimeout, match="no room after 5 s"):
+            await buffer.put(store_group(traces, "late"), owner=P, timeout=5)
+        waiting = asyncio.create_task(_put(buffer, traces, "c"))
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        await buffer.take({"math": 1}, train_step=1, owner=L)
+        assert await waiting is Status.COMPLETED
+
+    run_virtual(main())
+
+
+def test_the_byte_limit_never_stands_between_a_taker_and_its_batch(store: Store) -> None:
+    async def main() -> None:
+        traces = TraceStore(store)
+        buffer = ReplayBuffer(store, max_bytes=1)
+        await _put(buffer, traces, "a")
+        putter = asyncio.create_task(_put(buffer, traces, "b"))
+        await asyncio.sleep(1)
+        assert not putter.done()
+        batch = await buffer.take({"math": 2}, train_step=1, owner=L, timeout=10)
+        assert [g.uid for g in batch.groups] == ["a", "b"]
+        await putter
+
+    run_virtual(main())

@@ -1,0 +1,90 @@
+"""Records: values that cannot be wiped, without references, encodable without pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer import Group, Prompt, Rollout, Segment, Status
+from trainer.errors import BadGroup, BadSegment
+from trainer.rollout import FinishReason, narrowest_unsigned
+
+_ORDER = [Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED]
+
+
+@given(st.lists(st.sampled_from(list(Status)), min_size=1, max_size=6))
+def test_status_of_a_group_is_the_first_of_four_that_any_member_has(statuses: list[Status]) -> None:
+    group = Group(rollouts=[Rollout(f"s{i}", status=s) for i, s in enumerate(statuses)])
+    wanted = [status for status in _ORDER if status in statuses]
+    assert group.status is (wanted[0] if wanted else Status.COMPLETED)
+
+
+def test_L09_a_status_that_was_read_cannot_be_wiped_afterwards() -> None:
+    rollout = Rollout("s", status=Status.FAILED)
+    group = Group(rollouts=[rollout])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rollout.status = Status.INIT  # type: ignore[misc]
+    rollout.cut_to_prompt(Status.ABORTED)
+    assert group.status is Status.FAILED
+
+
+def test_L05_a_rollout_carries_a_session_id_and_positions_but_no_reference() -> None:
+    allowed = (str, int, float, tuple, type(None), Status, FinishReason, dict)
+    rollout = Rollout("s", leaves=(1, 2), metrics={"a": 1.0})
+    for field in dataclasses.fields(rollout):
+        assert isinstance(getattr(rollout, field.name), allowed), field.name
+
+
+def test_L25_records_travel_as_json_and_come_back_equal() -> None:
+    prompt = Prompt("p", "math", messages=({"role": "user", "content": "1+1"},), answer=[2, "two"])
+    member = Rollout(
+        "s", status=Status.COMPLETED, finish_reason=FinishReason.STOP, metrics={"kl": 0.5}
+    )
+    group = Group("g", "math", prompt, (member,), nbytes=7)
+    assert msgspec.json.decode(msgspec.json.encode(group), type=Group) == group
+
+
+def test_a_group_without_rollouts_is_refused() -> None:
+    with pytest.raises(BadGroup, match="no rollouts"):
+        Group(uid="g")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"labels": [1]}, r"labels has shape \(1,\)"),
+        ({"routed_experts": np.zeros((2, 2), np.uint8)}, "tokens, layers, top_k"),
+        ({"routed_experts": np.zeros((2, 2, 2), np.int32)}, "uint8 or uint16"),
+        ({"routed_experts": np.zeros((5, 2, 2), np.uint8)}, "5 rows for 2 tokens"),
+        ({"n_routed": 1}, "routed_experts is None"),
+        (
+            {
+                "routed_experts": np.zeros((2, 2, 2), np.uint8),
+                "routed_before": np.zeros((1, 2, 3), np.uint8),
+            },
+            "must be the same",
+        ),
+    ],
+)
+def test_a_segment_whose_arrays_do_not_fit_is_refused_by_name(
+    changes: dict[str, object], said: str
+) -> None:
+    good = {"token_ids": [1, 2], "labels": [1, 2], "logprobs": [0, 0], "model_steps": [0, 0]}
+    with pytest.raises(BadSegment, match=said):
+        Segment(**{**good, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(1, "u1"), (256, "u1"), (257, "u2"), (65536, "u2")])
+def test_expert_indices_travel_in_the_narrowest_type(n: int, dtype: str) -> None:
+    assert narrowest_unsigned(n) == np.dtype(dtype)
+    assert np.array([n - 1]).astype(narrowest_unsigned(n))[0] == n - 1
+
+
+def test_more_experts_than_a_record_can_name_are_refused() -> None:
+    with pytest.raises(BadSegment, match="65537 experts"):
+        narrowest_unsigned(65537)

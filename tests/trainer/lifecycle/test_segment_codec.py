@@ -1,0 +1,82 @@
+"""A segment is one Arrow record batch, whichever way it was written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer import segment_codec
+from trainer.errors import TraceError
+from trainer.rollout import Segment
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    n = draw(st.integers(0, 40))
+    rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    routed = before = None
+    if draw(st.booleans()):
+        layers, top_k = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+        dtype = draw(st.sampled_from([np.uint8, np.uint16]))
+        rows = max(0, n - draw(st.integers(0, 1)))
+        routed = rng.integers(0, 200, (rows, layers, top_k)).astype(dtype)
+        if draw(st.booleans()):
+            before = rng.integers(0, 200, (draw(st.integers(1, 2)), layers, top_k)).astype(dtype)
+    return Segment(
+        token_ids=rng.integers(0, 1 << 20, n),
+        labels=rng.integers(-100, 1 << 20, n),
+        logprobs=rng.normal(size=n),
+        model_steps=rng.integers(-1, 9, n),
+        text=draw(st.text(max_size=200)),
+        routed_experts=routed,
+        routed_before=before,
+    )
+
+
+def _decode(segment: Segment) -> pa.RecordBatch:
+    stream = b"".join(memoryview(part).cast("B") for part in segment_codec.encode(segment))
+    return pa.ipc.open_stream(pa.py_buffer(stream)).read_next_batch()
+
+
+@given(segments())
+def test_what_is_written_is_read_back_to_the_bit(segment: Segment) -> None:
+    columns = segment_codec.read(_decode(segment))
+    for name in ("token_ids", "labels", "logprobs", "model_steps"):
+        np.testing.assert_array_equal(getattr(columns, name), getattr(segment, name))
+    assert columns.text == segment.text
+    assert columns.n_routed == segment.n_routed
+    if segment.routed_experts is None:
+        assert columns.routed_experts is None
+    else:
+        known = len(segment.routed_experts)
+        assert columns.routed_experts is not None
+        np.testing.assert_array_equal(columns.routed_experts[:known], segment.routed_experts)
+        assert not columns.routed_experts[known:].any()
+        assert columns.routed_experts.dtype == segment.routed_experts.dtype
+    if segment.routed_before is not None:
+        np.testing.assert_array_equal(columns.routed_before, segment.routed_before)
+
+
+@given(segments())
+def test_the_fast_writer_and_pyarrow_write_the_same_batch(segment: Segment) -> None:
+    fast, slow = _decode(segment), segment_codec.to_batch(segment)
+    assert fast.schema.equals(slow.schema, check_metadata=True)
+    assert fast.equals(slow)
+    fast.validate(full=True)
+
+
+def test_the_schema_is_the_one_of_the_contract() -> None:
+    segment = Segment([1], [1], [0.0], [0], "x", np.zeros((1, 3, 2), np.uint8))
+    schema = _decode(segment).schema
+    assert schema.names == ["token_id", "label", "logprob", "model_step", "routed_experts"]
+    assert schema.field("routed_experts").type == pa.fixed_shape_tensor(pa.uint8(), (3, 2))
+
+
+def test_a_batch_that_is_no_segment_is_refused() -> None:
+    batch = pa.RecordBatch.from_arrays([pa.array([1])], names=["a"])
+    assert not segment_codec.is_segment(batch)
+    with pytest.raises(TraceError, match=r"not a segment, but \['a'\]"):
+        segment_codec.read(batch)

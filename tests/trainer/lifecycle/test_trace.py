@@ -1,0 +1,240 @@
+"""Trace sessions on a real arena: the tree, prefixes, export, routing, release."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmstore import SessionExists, SessionReleased, Store
+from shmstore.testing import temporary_store
+from trainer.errors import RoutingGap, TraceError, TraceMismatch
+from trainer.rollout import IGNORE_LABEL, Rollout, Segment, Status
+from trainer.testing import make_segment
+from trainer.trace import Match, TraceStore
+
+
+def _text_segment(text: str, model_step: int | None = 0) -> Segment:
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    n = len(tokens)
+    sampled = model_step is not None
+    return Segment(
+        token_ids=tokens,
+        labels=tokens if sampled else np.full(n, IGNORE_LABEL, np.int32),
+        logprobs=np.zeros(n, np.float32),
+        model_steps=np.full(n, -1 if model_step is None else model_step, np.int32),
+        text=text,
+    )
+
+
+@pytest.fixture
+def talk(traces: TraceStore) -> TraceStore:
+    """root "say " -> "hello" -> " again";  root -> "help";  a second root "tell"."""
+    traces.open("s", owner="producer-0")
+    traces.insert("s", _text_segment("say ", None))
+    traces.insert("s", _text_segment("hello"), parent=0)
+    traces.insert("s", _text_segment(" again", 3), parent=1)
+    traces.insert("s", _text_segment("help"), parent=0)
+    traces.insert("s", _text_segment("tell", None))
+    return traces
+
+
+def test_search_finds_the_longest_path_of_whole_segments(talk: TraceStore) -> None:
+    assert talk.search("s", text="say hello again!") == Match(15, (0, 1, 2))
+    assert talk.search("s", text="say hell") == Match(4, (0,))
+    assert talk.search("s", text="say help me") == Match(8, (0, 3))
+    assert talk.search("s", text="tell") == Match(4, (4,))
+    assert talk.search("s", text="nothing") == Match(0, ())
+
+
+def test_a_prefix_of_tokens_finds_the_same_path_as_its_text(talk: TraceStore) -> None:
+    for query in ("say hello again!", "say hell", "tell me", ""):
+        tokens = list(query.encode())
+        assert talk.search("s", token_ids=tokens) == talk.search("s", text=query)
+
+
+def test_export_gives_one_path_by_node_text_or_tokens(talk: TraceStore) -> None:
+    by_node = talk.export("s", node=2)
+    assert bytes(by_node.token_ids.astype(np.uint8)) == b"say hello again"
+    assert by_node.nodes == (0, 1, 2)
+    assert (by_node.labels[:4] == IGNORE_LABEL).all()
+    assert by_node.model_steps.tolist() == [-1] * 4 + [0] * 5 + [3] * 6
+    assert by_node.routed_experts is None
+    for other in (
+        talk.export("s", text="say hello again"),
+        talk.export("s", token_ids=list(b"say hello again")),
+    ):
+        assert other.nodes == by_node.nodes
+        np.testing.assert_array_equal(other.token_ids, by_node.token_ids)
+
+
+def test_export_says_where_a_query_leaves_the_trace(talk: TraceStore) -> None:
+    with pytest.raises(TraceMismatch, match="diverges at 8: the query goes on with 'i world'") as e:
+        talk.export("s", text="say hellii world".replace("ii", "i", 1))
+    assert (e.value.length, e.value.node) == (8, 0)
+    with pytest.raises(TraceMismatch, match="no path of exactly these 7 tokens"):
+        talk.export("s", token_ids=list(b"say hel"))
+
+
+def test_export_without_a_query_needs_a_single_leaf(talk: TraceStore) -> None:
+    assert talk.leaves("s") == [2, 3, 4]
+    with pytest.raises(TraceError, match=r"has the leaves \[2, 3, 4\]"):
+        talk.export("s")
+    talk.open("one", owner="producer-0")
+    talk.insert("one", _text_segment("x"))
+    assert len(talk.export("one")) == 1
+
+
+def test_a_node_that_does_not_exist_is_named(talk: TraceStore) -> None:
+    with pytest.raises(TraceError, match="nodes 0 to 4; there is no 7"):
+        talk.export("s", node=7)
+
+
+def test_several_trainable_segments_of_one_session_share_their_beginning(talk: TraceStore) -> None:
+    one, other = talk.export("s", node=2), talk.export("s", node=3)
+    np.testing.assert_array_equal(one.token_ids[:4], other.token_ids[:4])
+    assert one.n_trainable == 11
+    assert other.n_trainable == 4
+
+
+def test_inserting_into_a_released_session_raises_and_never_resurrects_it(
+    traces: TraceStore, store: Store
+) -> None:
+    traces.open("s", owner="producer-0")
+    traces.insert("s", make_segment(4))
+    assert traces.release(["s", "unknown", "s"], owner="producer-0") == ["s"]
+    with pytest.raises(SessionReleased):
+        traces.insert("s", make_segment(4))
+    assert "s" not in store.sessions
+    assert store.stats().objects == 0
+
+
+def test_opening_a_live_session_again_is_refused(traces: TraceStore) -> None:
+    traces.open("s", owner="producer-0")
+    with pytest.raises(SessionExists):
+        traces.open("s", owner="producer-0")
+
+
+def test_a_shared_prompt_is_stored_once_and_lives_until_the_last_session_ends(
+    traces: TraceStore, store: Store
+) -> None:
+    ids = ["a", "b", "c"]
+    for session_id in ids:
+        traces.open(session_id, owner="producer-0")
+    assert traces.insert_shared(ids, make_segment(4, model_step=None)) == [0, 0, 0]
+    assert store.stats().objects == 1
+    traces.release(["a", "b"], owner="producer-0")
+    assert len(traces.export("c")) == 4
+    traces.release(["c"], owner="producer-0")
+    assert store.stats().objects == 0
+
+
+def test_turns_with_and_without_routing_in_one_path_are_an_error_that_names_them(
+    traces: TraceStore,
+) -> None:
+    traces.open("s", owner="producer-0")
+    traces.insert("s", make_segment(3))
+    traces.insert("s", make_segment(3, layers=0), parent=0)
+    traces.insert("s", make_segment(3), parent=1)
+    with pytest.raises(RoutingGap, match=r"nodes \[1\] carry no routed experts") as error:
+        traces.export("s", node=2)
+    assert error.value.nodes == (1,)
+
+
+def test_the_missing_row_of_a_turn_is_brought_by_the_next_segment(traces: TraceStore) -> None:
+    traces.open("s", owner="producer-0")
+    first = make_segment(3, last_routed=False)
+    second = make_segment(2)
+    row = np.array([[[7, 6], [5, 4]]], np.uint8)
+    traces.insert("s", first)
+    traces.insert("s", second, parent=0)
+    with pytest.raises(RoutingGap, match="last 1 tokens of node 0"):
+        traces.export("s", node=1)
+    traces.truncate("s", keep=1)
+    bringing = Segment(
+        second.token_ids,
+        second.labels,
+        second.logprobs,
+        second.model_steps,
+        routed_experts=second.routed_experts,
+        routed_before=row,
+    )
+    traces.insert("s", bringing, parent=0)
+    routed = traces.export("s", node=1).routed_experts
+    assert routed is not None
+    np.testing.assert_array_equal(routed[:2], first.routed_experts)
+    np.testing.assert_array_equal(routed[2:3], row)
+    np.testing.assert_array_equal(routed[3:], second.routed_experts)
+
+
+def test_only_the_very_last_row_of_a_trace_may_be_unknown_and_is_zero(traces: TraceStore) -> None:
+    traces.open("s", owner="producer-0")
+    traces.insert("s", make_segment(5, last_routed=False))
+    routed = traces.export("s").routed_experts
+    assert routed is not None
+    assert len(routed) == 5
+    assert not routed[4].any()
+
+
+def test_an_exported_trace_outlives_the_release_of_its_session(
+    traces: TraceStore, store: Store
+) -> None:
+    traces.open("s", owner="producer-0")
+    traces.insert("s", make_segment(5))
+    trace = traces.export("s")
+    before = trace.token_ids.copy()
+    traces.release(["s"], owner="producer-0")
+    assert store.stats().used == 0
+    np.testing.assert_array_equal(trace.token_ids, before)
+
+
+def test_exported_arrays_are_contiguous_and_of_the_contract_types(traces: TraceStore) -> None:
+    traces.open("s", owner="producer-0")
+    traces.insert("s", make_segment(5))
+    traces.insert("s", make_segment(4), parent=0)
+    trace = traces.export("s")
+    types = {"token_ids": "i4", "labels": "i4", "logprobs": "f4", "model_steps": "i4"}
+    for name, dtype in types.items():
+        array = getattr(trace, name)
+        assert array.dtype == np.dtype(dtype)
+        assert array.flags.c_contiguous
+    assert trace.routed_experts is not None
+    assert trace.routed_experts.shape == (9, 2, 2)
+
+
+def test_a_rollout_is_described_from_its_trace(talk: TraceStore) -> None:
+    described = talk.describe(Rollout("s", status=Status.COMPLETED))
+    # Node 4 is a second root of prompt tokens only; the leaves are what the model ended.
+    assert described.leaves == (2, 3, 4)
+    assert (described.model_step_min, described.model_step_max) == (0, 3)
+    assert (described.n_prompt_nodes, described.n_prompt_tokens) == (1, 4)
+
+
+def test_a_session_of_other_things_than_segments_is_left_as_it_is(
+    traces: TraceStore, store: Store
+) -> None:
+    traces.open("s", owner="producer-0")
+    store.put(np.arange(4), session="s")
+    rollout = Rollout("s")
+    assert traces.describe(rollout) is rollout
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-1, 6), st.text("ab", min_size=1, max_size=3)), max_size=8),
+    st.text("ab", max_size=12),
+)
+def test_search_agrees_with_trying_every_path(rows: list[tuple[int, str]], query: str) -> None:
+    with temporary_store("4MiB") as store:
+        traces = TraceStore(store)
+        traces.open("s", owner="p")
+        paths: list[str] = []
+        for parent, text in rows:
+            parent = parent if 0 <= parent < len(paths) else -1
+            traces.insert("s", _text_segment(text), None if parent < 0 else parent)
+            paths.append((paths[parent] if parent >= 0 else "") + text)
+        best = max((len(p) for p in paths if query.startswith(p)), default=0)
+        assert traces.search("s", text=query).length == best
+        assert traces.search("s", token_ids=list(query.encode())).length == best
+        traces.release(["s"], owner="p")

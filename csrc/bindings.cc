@@ -177,17 +177,32 @@ std::string_view parse_text(nb::handle text, const char* what) {
 // -- StoreCore ------------------------------------------------------------------------------------
 
 void StoreCore::open(std::unique_ptr<shmrl::Store> store) {
-  if (store_) raise("BadValue", "this store is open already");
+  if (!facts_.name.empty()) raise("BadValue", "this store was opened already");
   store_ = std::move(store);
-  register_store(store_->arena_id(), this);
+  facts_ = {store_->arena_id(), store_->capacity(), store_->name(), store_->path()};
+  register_store(facts_.arena_id, this);
 }
 
 void StoreCore::close() noexcept {
-  if (!store_) return;
-  unregister_store(store_->arena_id(), this);
+  if (!store_ || closed_) return;
+  closed_ = true;
+  unregister_store(facts_.arena_id, this);
+  Use use(*this);  // the last use destroys the store, which unmaps the arena if no view is left
   // close() waits for calls of other threads, and those may want the GIL to run signal handlers.
   nb::gil_scoped_release released;
   store_->close();
+}
+
+void StoreCore::destroy_store() noexcept {
+  std::unique_ptr<shmrl::Store> last = std::move(store_);
+  nb::gil_scoped_release released;  // as in close()
+  last.reset();
+}
+
+void StoreCore::raise_not_open() const {
+  if (closed_) raise("StoreClosed", "this store is closed; views taken before stay valid");
+  raise("StoreClosed",
+        "this store was never opened; use Store.create(name, capacity) or Store.attach(name)");
 }
 
 namespace {
@@ -272,10 +287,13 @@ nb::dict stats(StoreCore& core) {
 nb::list check(StoreCore& core) {
   std::vector<std::string> problems;
   Status status;
+  shmrl::Store& store = core.store();
+  const StoreCore::Use use(core);
   {
     nb::gil_scoped_release released;
-    status = core.store().check(problems);
+    status = store.check(problems);
   }
+
   require(status);
   nb::list list;
   for (const std::string& problem : problems) list.append(to_str(problem));
@@ -285,10 +303,13 @@ nb::list check(StoreCore& core) {
 nb::tuple sweep(StoreCore& core) {
   SweepReport report;
   Status status;
+  shmrl::Store& store = core.store();
+  const StoreCore::Use use(core);
   {
     nb::gil_scoped_release released;
-    status = core.store().sweep(report);
+    status = store.sweep(report);
   }
+
   require(status);
   return nb::make_tuple(report.clients, report.objects, report.bytes, report.sessions_inherited,
                         report.sessions_released);
@@ -369,10 +390,10 @@ void bind_admin(nb::class_<StoreCore>& type, nb::module_& module) {
       .def("abandon", [](StoreCore& core) { core.store().abandon(); })
       .def_prop_ro("is_open", &StoreCore::is_open)
       .def_prop_ro("allow_pickle", [](StoreCore& core) { return core.allow_pickle; })
-      .def_prop_ro("arena_id", [](StoreCore& core) { return core.store().arena_id(); })
-      .def_prop_ro("name", [](StoreCore& core) { return to_str(core.store().name()); })
-      .def_prop_ro("path", [](StoreCore& core) { return to_str(core.store().path()); })
-      .def_prop_ro("capacity", [](StoreCore& core) { return core.store().capacity(); })
+      .def_prop_ro("arena_id", [](StoreCore& core) { return core.facts().arena_id; })
+      .def_prop_ro("name", [](StoreCore& core) { return to_str(core.facts().name); })
+      .def_prop_ro("path", [](StoreCore& core) { return to_str(core.facts().path); })
+      .def_prop_ro("capacity", [](StoreCore& core) { return core.facts().capacity; })
       .def_prop_ro("client_slot", [](StoreCore& core) { return core.store().client_slot(); });
   module.def("arenas", &arenas, arg("directory"), arg("remove_debris") = false);
   module.def("unlink", &unlink, arg("name").none(), arg("directory"));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "bindings_ref.h"
 
@@ -15,21 +16,54 @@ class StoreCore {
   StoreCore(const StoreCore&) = delete;
   StoreCore& operator=(const StoreCore&) = delete;
 
-  // StoreClosed when it was never opened; a closed or forked one answers by status.
+  // StoreClosed when it was never opened or was closed; a forked one answers by status. The
+  // reference is good while the GIL is held, and across its release under a Use.
   shmrl::Store& store() const {
     if (!store_) [[unlikely]]
-      raise("StoreClosed",
-            "this store was never opened; use Store.create(name, capacity) or Store.attach(name)");
+      raise_not_open();
     return *store_;
   }
   void open(std::unique_ptr<shmrl::Store> store);
+  // Leaves the arena and gives its memory back, as soon as no other thread is inside a call.
   void close() noexcept;
   bool is_open() const noexcept { return store_ && store_->is_open(); }
+
+  // Keeps the store object in place while a call runs without the GIL. GIL held at both ends.
+  class Use {
+   public:
+    explicit Use(StoreCore& core) : core_(core) { ++core_.users_; }
+    ~Use() {
+      if (--core_.users_ == 0 && core_.closed_) core_.destroy_store();
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    StoreCore& core_;
+  };
+
+  // What stays known after the close.
+  struct Facts {
+    std::uint64_t arena_id = 0;
+    std::uint64_t capacity = 0;
+    std::string name;
+    std::string path;
+  };
+  const Facts& facts() const {
+    if (facts_.name.empty()) raise_not_open();
+    return facts_;
+  }
 
   const bool allow_pickle;
 
  private:
+  [[noreturn]] void raise_not_open() const;
+  void destroy_store() noexcept;
+
   std::unique_ptr<shmrl::Store> store_;
+  Facts facts_;
+  int users_ = 0;
+  bool closed_ = false;
 };
 
 void bind_objects(nb::class_<StoreCore>& type);   // put, get, free, build (bindings_objects.cc)

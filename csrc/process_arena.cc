@@ -228,8 +228,8 @@ Status ProcessArena::unlink(const std::string& name, const std::string& director
                     "the name \"" + name +
                         "\" now belongs to a newer arena than the one this process "
                         "used; whoever made that one removes it");
-    registry().last_ids.erase(known);
   }
+  // The id stays known: a second unlink from this process must not take a successor's name either.
   remove_arena_files(directory, name);
   return Status::ok;
 }

@@ -40,21 +40,13 @@ LIFECYCLE_MODULES = (
 UPWARD_IMPORTS = {"trainer/cli.py": "`shmrl bench` in a checkout runs the benchmarks, lazily"}
 ENVIRONMENT_READERS = {"actors/child.py": "sets up the environment of the process that it becomes"}
 SLEEPERS = {
-    "actors/child.py": "one turn of the loop, once, so that the last answers leave",
     "trainer/call_pool.py": "one turn of the loop, once, after a process ended by itself",
     "trainer/engine/torch_engine.py": "one turn of the loop before each admission, after an event",
 }
-BROAD_HANDLERS = {
-    "actors/codec.py": "asks whether a foreign error can be pickled and rebuilt: no is an answer",
-    "actors/template.py": "the end of a forked child: its traceback is printed, its status tells",
-}
+BROAD_HANDLERS: dict[str, str] = {}
 PRINTERS: dict[str, str] = {}
 UNIMPORTED = dict.fromkeys(tree.PACKAGES, "being written")
-LONG_FILES = {
-    "actors/mailbox.py": "lanes, calls and streams of one actor are one state machine",
-    "actors/node.py": "links, peers and calls in flight are one state machine",
-    "actors/supervisor.py": "the life of an actor's process is one state machine",
-}
+LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 PRIVATE_IMPORTS: dict[str, str] = {}
 

@@ -164,6 +164,45 @@ def test_views_of_this_process_survive_close() -> None:
             assert again.stats().used == 0
 
 
+def mapped(store_path: str) -> int:
+    """How many mappings of this process lie over the arena's file."""
+    return Path("/proc/self/maps").read_text().count(store_path)
+
+
+def test_close_gives_the_memory_back_at_once_or_with_the_last_view() -> None:
+    with temporary_store("4MiB") as store:
+        store.close()
+        assert mapped(store.path) == 0
+    with temporary_store("4MiB") as store:
+        ref = store.put(np.arange(10))
+        view = store.get(ref)
+        store.close()
+        assert mapped(store.path) > 0
+        assert view.sum() == 45
+        del view
+        assert mapped(store.path) == 0
+        del ref
+
+
+def test_a_close_in_one_thread_ends_the_wait_of_another() -> None:
+    with temporary_store("4MiB") as store:
+        draft = store.build(10)
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                store.get(draft.ref, timeout=60)
+            except StoreClosed as error:
+                errors.append(error)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        threading.Event().wait(0.05)
+        store.close()
+        waiter.join(20)
+        assert len(errors) == 1
+
+
 def test_a_fork_child_gets_a_clear_error_and_attaches_anew_and_the_parent_is_unharmed(
     store: Store,
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,6 @@ import pytest
 
 from shmstore import (
     BadValue,
-    ObjectRef,
     ObjectTooLarge,
     OutOfMemory,
     Store,
@@ -167,18 +168,31 @@ def test_tables_have_sizes_and_say_which_is_full() -> None:
         store.sessions.release(["again"], owner="*")
 
 
+def fill(path: Path) -> None:
+    """Write until the file system has no room left."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(MIB)):
+            pass
+
+
 def test_a_full_shm_is_an_error_and_not_a_bus_error(small_tmpfs: str) -> None:
-    store = Store.create("small", "64MiB", directory=small_tmpfs, max_objects=1024)
+    with pytest.raises(OutOfMemory, match="67108864") as refused:
+        Store.create("small", "80MiB", directory=small_tmpfs, max_objects=1024)
+    assert isinstance(refused.value, MemoryError)
+    store = Store.create("small", "48MiB", directory=small_tmpfs, max_objects=1024)
+    refs = [store.put(block(1))]
+    hog = Path(small_tmpfs, "hog")
+    fill(hog)  # somebody else fills the file system after the create
     try:
-        refs: list[ObjectRef] = []
         with pytest.raises((OutOfMemory, StoreFull)) as caught:
             refs.extend(store.put(block(1)) for _ in range(64))
         assert isinstance(caught.value, MemoryError)
-        assert refs, "what fitted was stored"
         assert all(store.get(ref)[-1] == 0 for ref in refs)
         refs.clear()
         assert store.check() == []
         assert store.put(block(1)).alive
+        hog.unlink()
+        assert store.put(block(40)).alive, "room that the machine has again can be used again"
     finally:
         store.close()
         Store.unlink("small", directory=small_tmpfs)
@@ -186,12 +200,12 @@ def test_a_full_shm_is_an_error_and_not_a_bus_error(small_tmpfs: str) -> None:
 
 @pytest.fixture
 def small_tmpfs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A tmpfs of 16 MiB; skips where mounting is not allowed."""
+    """A tmpfs of 64 MiB; skips where mounting is not allowed."""
     import subprocess
 
     folder = tmp_path_factory.mktemp("shm")
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)],
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)],
         capture_output=True,
         check=False,
     )

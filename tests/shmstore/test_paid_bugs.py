@@ -92,9 +92,12 @@ def test_ray_14182_pytorch_5247_vllm_48879_a_full_shm_is_an_error_with_figures(
             "import sys\n"
             "import numpy as np\n"
             "from shmstore import Store, StoreError\n"
-            "store = Store.create(sys.argv[1], '256MiB', directory=sys.argv[2], max_objects=64)\n"
+            "store = Store.create(sys.argv[1], '48MiB', directory=sys.argv[2], max_objects=64)\n"
             "refs = []\n"
-            "open(sys.argv[2] + '/hog', 'wb').write(bytes(9 << 20))\n"
+            "hog = open(sys.argv[2] + '/hog', 'wb', buffering=0)\n"
+            "try:\n"
+            "    while hog.write(bytes(1 << 20)): pass\n"
+            "except OSError: pass\n"
             "try:\n"
             "    for _ in range(64): refs.append(store.put(np.ones(1 << 20, 'u1')))\n"
             "except MemoryError as error:\n"
@@ -116,9 +119,9 @@ def test_ray_14182_pytorch_5247_vllm_48879_a_full_shm_is_an_error_with_figures(
 
 @pytest.fixture
 def small_shm(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A tmpfs of 24 MiB; skips where mounting is not allowed."""
+    """A tmpfs of 64 MiB; skips where mounting is not allowed."""
     folder = tmp_path_factory.mktemp("shm")
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
     if subprocess.run(command, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting a tmpfs is not allowed here")
     yield str(folder)

@@ -1,4 +1,4 @@
-"""The store benchmark's own claims: what it says it checked, it checked. No speed is judged here."""
+"""The store benchmark keeps its word: what it says it checked, it checked. No speed is judged."""
 
 from __future__ import annotations
 

@@ -487,6 +487,7 @@ FallReport owners_lose_clients(Arena& arena, const Txn& txn, const ClientMask& g
     else
       pending.push_back(i);
   }
+  std::vector<std::uint32_t> done;
   while (!pending.empty()) {
     // An owner that is the heir of another pending one goes after it, so that what it inherits
     // falls on; in a cycle of heirs that all died nobody is left to inherit.
@@ -503,7 +504,9 @@ FallReport owners_lose_clients(Arena& arena, const Txn& txn, const ClientMask& g
     std::vector<std::uint32_t> sessions;
     for_each_session_of(arena, owner, [&](std::uint32_t s) { sessions.push_back(s); });
     std::uint32_t const heir = o.heir.get();
-    if (heir != kNil && !cycle && heir != owner && arena.owner(heir).used.get() != 0) {
+    bool const heir_gone = cycle || std::find(done.begin(), done.end(), heir) != done.end();
+    done.push_back(owner);
+    if (heir != kNil && !heir_gone && arena.owner(heir).used.get() != 0) {
       transfer_sessions(arena, txn, sessions, heir);
       report.inherited += sessions.size();
     } else {

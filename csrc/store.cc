@@ -495,7 +495,7 @@ Status Store::reserve(std::uint64_t size, std::string_view session, const Wait& 
   return Status::ok;
 }
 
-Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent) {
+Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent, Pin* keep) {
   return call([&](ProcessArena& process, Arena& arena) {
     if (draft.arena_ != &process)
       return fail(Status::bad_draft, "not an unsealed draft of this store");
@@ -532,8 +532,18 @@ Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent) {
       owner->unpin(draft.ref_, true);
       return fail(Status::freed, "the object was freed while it was being built");
     }
-    arena.client(arena.slot).puts.fetch_add(1, std::memory_order_relaxed);  // figures
-    owner->unpin(draft.ref_, true);
+    ClientEntry& me = arena.client(arena.slot);
+    me.puts.fetch_add(1, std::memory_order_relaxed);  // figures
+    if (keep != nullptr) {
+      me.drafts.fetch_add(static_cast<std::uint64_t>(-1), std::memory_order_relaxed);
+      keep->reset();
+      keep->arena_ = owner;
+      keep->data_ = arena.payload_read_only() + (draft.data_ - arena.payload());
+      keep->size_ = draft.size_;
+      keep->ref_ = draft.ref_;
+    } else {
+      owner->unpin(draft.ref_, true);
+    }
     if (hold == nullptr) {
       owner->drop(draft.ref_, draft.epoch_);
       return Status::ok;

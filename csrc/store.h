@@ -378,8 +378,9 @@ class Store {
   // counted reference (pass nullptr where none is wanted: an unattached object then ends at once
   // unless somebody else holds it) and the draft is empty. On failure the draft is unchanged
   // (session_released, bad_position, attachments_full), except Status::freed: somebody freed it
-  // meanwhile, and the draft is empty.
-  Status seal(Draft& draft, Hold* hold, std::int32_t parent = -1);
+  // meanwhile, and the draft is empty. `keep` takes over the draft's pin, without a moment in which
+  // the bytes are not pinned: for builders whose own views of the memory live on.
+  Status seal(Draft& draft, Hold* hold, std::int32_t parent = -1, Pin* keep = nullptr);
   Status discard(Draft& draft);
 
   Status hold(const Ref& ref, Hold& out);                  // freed when it has ended

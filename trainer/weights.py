@@ -65,7 +65,7 @@ def publish(
         blob[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for name, place in places.items():
             blob[place.start : place.stop].view(place.dtype).copy_(tensors[name].reshape(-1))
-    return WeightsVersion(bytes(draft.ref), model_step, size)
+    return WeightsVersion(ref=bytes(draft.ref), model_step=model_step, nbytes=size)
 
 
 def load_into(model: Any, store: Store, version: WeightsVersion) -> None:

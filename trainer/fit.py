@@ -6,7 +6,8 @@ training loop, and at the end, however it comes, letting everything go and sayin
 books are the ledger's.
 
 `run_blocking` is what the command line calls; `fit` is for people with a loop of their own. Both
-return a `Summary`, also when the run failed: `summary.exit` is the exit status and `summary.error` says why.
+return a `Summary`, also when the run failed: `summary.exit` is the exit status and `summary.error`
+says why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The router over engine replicas: sessions stick, load spreads, deaths cost a restart and no more."""
+"""The router over engine replicas: sessions stick, load spreads, a death costs a restart."""
 
 from __future__ import annotations
 

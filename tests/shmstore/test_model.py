@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -402,6 +402,7 @@ def test_random_operations_of_mortal_processes_agree_with_a_dictionary() -> None
                 stateful_step_count=STEPS,
                 deadline=None,
                 print_blob=True,
+                phases=[Phase.reuse, Phase.generate],  # add Phase.shrink to debug: it takes minutes
                 suppress_health_check=list(HealthCheck),
             ),
         )

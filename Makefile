@@ -7,7 +7,7 @@ CORE_IN := $(wildcard csrc/*.h csrc/*.cc csrc/*.cpp) CMakeLists.txt
 STAMP   := $(VENV)/.installed
 CTEST   ?= build/ctest
 
-.PHONY: install demo test check bench bench-peers
+.PHONY: install demo test check bench bench-peers gpu-check
 
 install: $(STAMP)
 
@@ -48,3 +48,7 @@ check: install
 
 demo: install
 	$(VENV)/bin/shmrl train examples/quickstart.yaml
+
+# Engine and learner on this machine's devices: one table, under ten minutes, CPU only where there is no GPU.
+gpu-check: install
+	$(PY) -m bench.gpu_check

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as hf_logging
 
+from trainer.devices import prepare_device
 from trainer.errors import ConfigError
 from trainer.model_config import ModelConfig
 from trainer.packing import ATTENTION, register_attention
@@ -58,7 +60,9 @@ def build_model(
     problems = config.problems()
     if problems:
         raise ModelError("; ".join(f"model.{name} {text}" for name, text in problems))
+    target = prepare_device(device)
     register_attention()
+    hf_logging.disable_progress_bar()  # the run has its own display
     kind = dtype or torch_dtype(config.dtype)
     if config.config is not None:
         tokenizer = _tokenizer(config, None)
@@ -78,7 +82,7 @@ def build_model(
     model.set_attn_implementation(attention)
     if type(model).__name__.endswith(("MoeForCausalLM", "MixtralForCausalLM")):
         model.set_experts_implementation(config.experts_implementation)
-    return model.to(device=device, dtype=kind).eval(), tokenizer
+    return model.to(device=target, dtype=kind).eval(), tokenizer
 
 
 def context_max(model: Any) -> int:

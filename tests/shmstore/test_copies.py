@@ -1,4 +1,4 @@
-"""Every way of copying into the arena moves every byte: plain, streamed, by the pool, again, at once.
+"""Every way of copying into the arena moves every byte: plain, streamed, pooled, again, at once.
 
 The sizes stand on both sides of the limits in csrc/copy.cc.
 """

@@ -62,7 +62,8 @@ def build_model(
         raise ModelError("; ".join(f"model.{name} {text}" for name, text in problems))
     target = prepare_device(device)
     register_attention()
-    hf_logging.disable_progress_bar()  # the run has its own display
+    # The run has its own display.
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = dtype or torch_dtype(config.dtype)
     if config.config is not None:
         tokenizer = _tokenizer(config, None)

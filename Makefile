@@ -7,7 +7,7 @@ CORE_IN := $(wildcard csrc/*.h csrc/*.cc csrc/*.cpp) CMakeLists.txt
 STAMP   := $(VENV)/.installed
 CTEST   ?= build/ctest
 
-.PHONY: install demo test check bench bench-peers
+.PHONY: install demo test check bench bench-peers gpu-check
 
 install: $(STAMP)
 
@@ -23,7 +23,7 @@ core:
 	cmake -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$$(command -v $(DEV_PYTHON)) \
 	    -Dnanobind_DIR=$$($(DEV_PYTHON) -m nanobind --cmake_dir) >/dev/null
 	cmake --build build/dev
-	cp build/dev/_core*.so shmstore/
+	cp --remove-destination build/dev/_core*.so shmstore/  # a new file: running processes keep theirs
 DEV_PYTHON ?= $(PY)
 
 test: install
@@ -48,3 +48,7 @@ check: install
 
 demo: install
 	$(VENV)/bin/shmrl train examples/quickstart.yaml
+
+# Engine and learner on this machine's devices: one table, under ten minutes, CPU only where there is no GPU.
+gpu-check: install
+	$(PY) -m bench.gpu_check

@@ -71,7 +71,7 @@ Draft reserve(const Target& target, std::uint64_t size) {
   Status status = attempt(Wait{});
   const StoreCore::Use use(target.core);
   if (status == Status::full && target.wait.timeout_ns != 0) {
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     status = attempt(target.wait);
   }
   if (status == Status::full || status == Status::too_large) raise_full(store, status, size);
@@ -90,7 +90,7 @@ void copy_payload(void* destination, const void* source, std::size_t size) {
   if (size < kCopyWithoutGilMin) {
     std::memcpy(destination, source, size);
   } else {
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     copy_in(destination, source, size);
   }
 }
@@ -183,11 +183,14 @@ nb::object put_parts(StoreCore& core, nb::handle head, nb::handle parts, nb::han
   std::vector<SourceBuffer> sources;
   for (nb::handle part : parts) sources.emplace_back(part);
   const SourceBuffer header(head);
+  if (header.size() < sizeof(ValueHeader)) raise("BadValue", "the head is no value header");
   std::size_t payload_bytes = 0;
   for (const SourceBuffer& source : sources) payload_bytes += source.size();
   Draft draft = reserve(target, header.size() + payload_bytes);
   std::byte* at = draft.data();
   std::memcpy(at, header.data(), header.size());
+  const std::uint64_t stated_bytes = payload_bytes;  // the caller's header leaves the length open
+  std::memcpy(at + offsetof(ValueHeader, payload_bytes), &stated_bytes, sizeof(stated_bytes));
   at += header.size();
   for (const SourceBuffer& source : sources) {
     if (source.size() > 0) copy_payload(at, source.data(), source.size());
@@ -214,7 +217,7 @@ Pin take_pin(StoreCore& core, nb::handle ref_object, nb::handle timeout) {
   Status status = store.pin(ref, Wait{}, pin);
   if (status == Status::not_sealed && wait.timeout_ns != 0) {
     const StoreCore::Use use(core);
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     status = store.pin(ref, wait, pin);
   }
   require(status);

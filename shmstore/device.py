@@ -67,8 +67,7 @@ def _host_tensor(torch: Any, whole: memoryview) -> Any:
         tensor = tensors.tensor_over(payload, tensors.tensor_dtype_name(dtype), shape)
         return tensor.permute(*range(array.ndim)[::-1]) if header.fortran else tensor
     if header.kind is Kind.TENSOR:
-        payload = _core.Unguarded(codec.payload_of(header, whole))
-        return tensors.tensor_over(payload, header.text, header.shape)
+        return tensors.decode_tensor(header, whole)
     raise BadValue(f"device= is for arrays and tensors; the object is of kind {header.kind.name}")
 
 

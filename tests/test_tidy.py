@@ -40,7 +40,6 @@ LIFECYCLE_MODULES = (
 UPWARD_IMPORTS = {"trainer/cli.py": "`shmrl bench` in a checkout runs the benchmarks, lazily"}
 ENVIRONMENT_READERS = {"actors/child.py": "sets up the environment of the process that it becomes"}
 SLEEPERS = {
-    "trainer/call_pool.py": "one turn of the loop, once, after a process ended by itself",
     "trainer/engine/torch_engine.py": "one turn of the loop before each admission, after an event",
 }
 BROAD_HANDLERS: dict[str, str] = {}

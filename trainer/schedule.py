@@ -278,8 +278,11 @@ async def _run_sync(run: _Run) -> None:
         started = asyncio.get_running_loop().time()
         if devices is not None:
             await devices.to_engine()
-        await run.take_weights(step, "pause")
+        # The checkpoint comes before anything may be drawn for the next step: what a resumed run
+        # draws is then exactly what this one does.
+        await run.parts.sync_weights(step, "pause")
         await run.after_sync(step)
+        await run.dispatcher.set_steps(train_step=step + 1, model_step=step)
         await run.finish_step(
             StepReport(
                 step,

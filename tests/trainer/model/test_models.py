@@ -46,6 +46,11 @@ def test_an_exported_model_loads_with_from_pretrained_and_with_path(
     torch.testing.assert_close(outside, _logits(model, ids), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(_logits(again, ids), _logits(model, ids))
     assert its_tokenizer.encode("12<") == tokenizer.encode("12<")
+    outsiders = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "step-1"))
+    text = "7204<\n zZ"
+    assert outsiders.encode(text) == tokenizer.encode(text)
+    assert outsiders.decode([*outsiders.encode(text), 1], skip_special_tokens=True) == text
+    assert (outsiders.pad_token_id, outsiders.eos_token_id) == (0, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 

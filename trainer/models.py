@@ -28,7 +28,15 @@ from trainer.packing import ATTENTION, register_attention
 from trainer.tokenizer import CharTokenizer, HFTokenizer, ModelTokenizer, load_tokenizer
 from trainer.upcycle import upcycle
 
-__all__ = ["ModelError", "build_model", "context_max", "export_hf", "find_gguf", "torch_dtype"]
+__all__ = [
+    "ModelError",
+    "build_model",
+    "build_tokenizer",
+    "context_max",
+    "export_hf",
+    "find_gguf",
+    "torch_dtype",
+]
 
 _READ_BY_MODELS = frozenset({"head_dim"})
 """Config fields that attention modules read although some config classes do not declare them."""
@@ -88,6 +96,13 @@ def build_model(
     if type(model).__name__.endswith(("MoeForCausalLM", "MixtralForCausalLM")):
         model.set_experts_implementation(config.experts_implementation)
     return model.to(device=target, dtype=kind).eval(), tokenizer
+
+
+def build_tokenizer(config: ModelConfig) -> ModelTokenizer:
+    """The tokenizer that `build_model` gives, without the model. Raises ModelError."""
+    if config.config is not None or config.tokenizer != "auto":
+        return _tokenizer(config, None)
+    return _tokenizer(config, Path(config.path) if config.path else _gguf_folder(config))
 
 
 def context_max(model: Any) -> int:

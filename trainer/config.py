@@ -261,7 +261,7 @@ class FaultsConfig:
         gt=0,
     )
     useless_groups_max: int = _opt(
-        2000, "Failed or filtered groups in a row after which the run ends with the reason.", ge=1
+        512, "Failed or filtered groups in a row after which the run ends with the reason.", ge=1
     )
 
 

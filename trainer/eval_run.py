@@ -7,6 +7,7 @@ the arena.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 from pathlib import Path
@@ -43,7 +44,9 @@ async def _evaluate(
     wanted = held_out_prompts(sources, count)
     with open_arena(config, name, summary) as store:
         async with open_parts(config, name, store, logs, _silent) as parts:
-            ready = await parts.learner.start(str(checkpoint / "learner"))
+            ready, _ = await asyncio.gather(
+                parts.learner.start(str(checkpoint / "learner")), parts.producer.prepare()
+            )
             weights = await parts.learner.publish(ready.train_step)
             await parts.producer.begin(weights, None, None)
             heat = config.eval.temperature if temperature is None else temperature

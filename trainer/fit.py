@@ -31,7 +31,7 @@ from trainer.driver import Driver
 from trainer.environments import PromptSource, build_source
 from trainer.errors import TrainerError
 from trainer.expiry import Expiry, ExpiryAction
-from trainer.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER
+from trainer.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
 from trainer.learner_state import STATE_OWNER
 from trainer.metrics import MetricsWriter, tensorboard_missing
 from trainer.plot import plot_rewards
@@ -165,7 +165,9 @@ class _Run:
     ) -> None:
         display = self.display
         display.note("building the model" + (" and warming it up" if self.config.warmup else ""))
-        ready = await parts.learner.start(str(self.checkpoint.learner) if self.checkpoint else None)
+        ready = await self._start(parts)
+        if ready is None:
+            return
         display.note(
             f"{ready.parameters:,} parameters, at step {ready.train_step}"
             + "".join(f", {name} {value:.4g}" for name, value in ready.warmup.items())
@@ -191,6 +193,21 @@ class _Run:
         finally:
             metrics.close()
             self.summary.restarts = driver.restarts()
+
+    async def _start(self, parts: Parts) -> LearnerReady | None:
+        """Both processes build their models at once; None when the run was stopped meanwhile."""
+        checkpoint = str(self.checkpoint.learner) if self.checkpoint else None
+        start = asyncio.ensure_future(parts.learner.start(checkpoint))
+        prepare = asyncio.ensure_future(parts.producer.prepare())
+        stopping = asyncio.ensure_future(self.stop.wait())
+        both = asyncio.gather(start, prepare)
+        try:
+            await asyncio.wait((both, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return (await both)[0] if both.done() else None
+        finally:
+            both.cancel()
+            stopping.cancel()
+            await asyncio.gather(both, stopping, return_exceptions=True)
 
     def _metrics(self) -> MetricsWriter:
         wanted = self.config.metrics.tensorboard

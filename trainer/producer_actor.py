@@ -75,25 +75,19 @@ class ProducerActor:
         self._inline: TorchEngine | None = None
         self._router: EngineRouter | None = None
         self._engines: Mapping[str, Handle] = {}
+        self._parts: ProducerParts | None = None
         self._producer: Producer | None = None
         self._loop_task: asyncio.Task[None] | None = None
-        self._desk: Handle | None = None
 
     # -- life ------------------------------------------------------------------------------------
 
-    async def start(
-        self, desk: Handle | None, engines: Mapping[str, Handle], weights: WeightsVersion
-    ) -> int:
-        """Makes engine and parts, takes the weights, and produces if there is a desk to draw from.
-
-        -> the incarnation of this process, so that the driver knows whom it has started.
-        """
-        from actors import current
-
-        config = self._config
-        self._desk, self._engines = desk, engines
-        engine, tokenizer = await self._make_engine(engines, weights)
-        self._tasks = ByTask(config.tasks)
+    async def prepare(self, engines: Mapping[str, Handle]) -> None:
+        """Makes engine and parts, which takes seconds and needs no weights. Twice is no error."""
+        if self._parts is not None:
+            return
+        self._engines = engines
+        engine, tokenizer = await self._make_engine(engines)
+        self._tasks = ByTask(self._config.tasks)
         self._parts = ProducerParts(
             engine=engine,
             traces=TraceStore(self._store),
@@ -101,11 +95,27 @@ class ProducerActor:
             environment=self._tasks,
             judge=self._tasks,
         )
+
+    async def start(
+        self, desk: Handle | None, engines: Mapping[str, Handle], weights: WeightsVersion
+    ) -> int:
+        """Takes the weights, and produces if there is a desk to draw from.
+
+        -> the incarnation of this process, so that the driver knows whom it has started.
+        """
+        from actors import current
+
+        config = self._config
+        await self.prepare(engines)
+        if self._router is not None:
+            await asyncio.gather(*(self._router.up(name, weights) for name in engines))
+        else:
+            await self._ready.engine.load_weights(weights, "pause")
         if desk is not None:
             self._store.sessions.bind(self._setup.owner, heir=None)
             self._producer = Producer(
                 desk,
-                self._parts,
+                self._ready,
                 self._producer_config(config.rollout.rollouts_per_prompt, self._params()),
                 owner=self._setup.owner,
                 run_name=_SESSION_PREFIX,
@@ -113,14 +123,17 @@ class ProducerActor:
             self._loop_task = asyncio.create_task(self._produce(self._producer, desk))
         return current().incarnation
 
-    async def _make_engine(
-        self, engines: Mapping[str, Handle], weights: WeightsVersion
-    ) -> tuple[Engine, Tokenizer]:
+    @property
+    def _ready(self) -> ProducerParts:
+        if self._parts is None:
+            raise TrainerError("the producer was asked to work before start()")
+        return self._parts
+
+    async def _make_engine(self, engines: Mapping[str, Handle]) -> tuple[Engine, Tokenizer]:
         if not engines:
-            self._inline, tokenizer = make_engine(
-                self._config, self._setup.cores.threads, self._store
+            self._inline, tokenizer = await asyncio.to_thread(
+                make_engine, self._config, self._setup.cores.threads, self._store
             )
-            await self._inline.load_weights(weights, "pause")
             return self._inline, tokenizer
         from actors import ActorDied
         from trainer.models import build_tokenizer
@@ -128,7 +141,6 @@ class ProducerActor:
         info = await next(iter(engines.values())).describe.using(when_down="wait")()
         remote: Mapping[str, Any] = engines  # handles answer the methods of the protocol
         self._router = EngineRouter(remote, info, (ActorDied,))
-        await asyncio.gather(*(self._router.up(name, weights) for name in engines))
         return self._router, build_tokenizer(self._config.model)
 
     async def _produce(self, producer: Producer, desk: Handle) -> None:
@@ -169,7 +181,8 @@ class ProducerActor:
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
-        await self._tasks.aclose()
+        if self._parts is not None:
+            await self._tasks.aclose()
         if self._inline is not None:
             await self._inline.aclose()
 
@@ -177,7 +190,7 @@ class ProducerActor:
 
     async def load_weights(self, weights: WeightsVersion, mode: SyncMode) -> None:
         """Every engine takes the weights."""
-        await self._parts.engine.load_weights(weights, mode)
+        await self._ready.engine.load_weights(weights, mode)
 
     async def engine_up(self, name: str, weights: WeightsVersion) -> None:
         """An engine process was started again: it takes the weights, then requests."""
@@ -226,7 +239,7 @@ class ProducerActor:
             max_new_tokens=rollout.max_new_tokens, temperature=temperature, stop=rollout.stop
         )
         config = self._producer_config(rollouts_each, params)
-        evaluator = Evaluator(self._parts, config, prompts, owner=_EVAL_OWNER)
+        evaluator = Evaluator(self._ready, config, prompts, owner=_EVAL_OWNER)
         report = await evaluator.run()
         return {
             "reward": report.reward_mean,

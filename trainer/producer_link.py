@@ -60,6 +60,13 @@ class ProducerLink:
 
     # -- life ------------------------------------------------------------------------------------
 
+    async def prepare(self) -> None:
+        """Lets the process build what needs no weights while the learner gets ready.
+
+        Only to save time: `begin` builds what is not there.
+        """
+        await self._call("prepare", self._engines)
+
     async def begin(
         self, weights: WeightsVersion, dispatcher: Dispatcher | None, desk: Handle | None
     ) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.trainer.run import runs
 
+pytestmark = pytest.mark.timeout(600)  # against a hang: a loaded machine starts processes slowly
+
 LONG = ("schedule.steps=40", "eval.prompts=0", "checkpoint.final=false", "metrics.plot=false")
 
 

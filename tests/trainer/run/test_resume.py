@@ -5,8 +5,12 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from shmstore import Store
 from tests.trainer.run import runs
+
+pytestmark = pytest.mark.timeout(600)  # against a hang: a loaded machine starts processes slowly
 
 EXACT = (
     "run.deterministic=true",

@@ -49,7 +49,7 @@ LONG_FILES = {"csrc/tests/rules.cc": "one executable runs each rule in processes
 LONG_FUNCTIONS: dict[str, str] = {}
 PRIVATE_IMPORTS: dict[str, str] = {}
 
-FILE_LINES_MAX = 500
+FILE_LINES_MAX = 550
 CPP_FILE_LINES_MAX = 1200
 FUNCTION_LINES_MAX = 80
 COMMAND_LINE_FILES = frozenset({"cli.py", "__main__.py"})

@@ -75,8 +75,12 @@ def build_model(
     kind = dtype or torch_dtype(config.dtype)
     if config.config is not None:
         tokenizer = _tokenizer(config, None)
-        special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        model: Any = _from_scratch({**special, **config.config}, config.init_seed)
+        from_tokenizer = {
+            "vocab_size": tokenizer.vocab_size,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        model: Any = _from_scratch({**from_tokenizer, **config.config}, config.init_seed)
     else:
         folder = Path(config.path) if config.path is not None else _gguf_folder(config)
         model = _from_folder(folder)

@@ -63,6 +63,14 @@ def test_the_same_config_gives_the_same_weights_and_leaves_the_random_state_alon
     assert context_max(one) == 128
 
 
+def test_a_model_from_scratch_takes_what_its_config_leaves_open_from_the_tokenizer() -> None:
+    config = {**COMMON, **FAMILIES["llama"]}
+    del config["vocab_size"]
+    model, tokenizer = build_model(ModelConfig(config=config, tokenizer="char", alphabet="01<"))
+    assert model.config.vocab_size == tokenizer.vocab_size == 5
+    assert (model.config.pad_token_id, model.config.eos_token_id) == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("dense", "top_k"),
     [("llama", 1), ("llama", 2), ("qwen3", 2)],

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
+from tests.processes import own_children
 from trainer.config import EnvironmentConfig, SourceConfig, TaskConfig
 from trainer.environment import Turn
 from trainer.environments import BadPrompts, ByTask, ToolLoop, build_environment, build_source
@@ -74,7 +74,7 @@ async def converse(tools: Path, session: ScriptedSession, timeout_s: float = 20.
         await loop.run(session, session.prompt)
     finally:
         await loop.aclose()
-    assert psutil.Process().children() == []
+    assert own_children() == []
 
 
 async def test_a_tool_call_is_answered_and_the_model_goes_on(tools: Path) -> None:

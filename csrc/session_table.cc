@@ -383,6 +383,7 @@ std::uint32_t truncate_session(Arena& arena, const Txn& txn, std::uint32_t sessi
   SessionEntry& s = arena.session(session);
   std::uint32_t const count = s.count.get();
   if (keep >= count) return 0;
+  if (count > arena.attachments_used()) throw_corrupt("the length of a session", count);
   std::vector<std::uint32_t> nodes;
   nodes.reserve(count - keep);
   std::uint32_t tail = kNil;

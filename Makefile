@@ -23,7 +23,7 @@ core:
 	cmake -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$$(command -v $(DEV_PYTHON)) \
 	    -Dnanobind_DIR=$$($(DEV_PYTHON) -m nanobind --cmake_dir) >/dev/null
 	cmake --build build/dev
-	cp build/dev/_core*.so shmstore/
+	cp --remove-destination build/dev/_core*.so shmstore/  # a new file: running processes keep theirs
 DEV_PYTHON ?= $(PY)
 
 test: install

@@ -43,8 +43,8 @@ from .errors import (
 )
 from .handle import Handle, RemoteMethod, Team
 from .method import method
+from .records import Event, Restart
 from .runtime import Runtime, run
-from .supervisor import Event, Restart
 
 __all__ = [
     "ActorContext",

@@ -2,7 +2,8 @@
 
 Owns the state of a call between send and answer. `node` fills them in on its loop thread; the
 caller holds one of: a future of the node's loop (`CallFuture`), a future of another loop
-(`ForeignCall`), a blocked thread (`BlockingCall`), an async iterator (`Stream`), nobody (`TellCall`).
+(`ForeignCall`), a blocked thread (`BlockingCall`), an async iterator (`Stream`), or nothing
+(`TellCall`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .errors import CallTimeout, RuntimeClosed, WouldBlockLoop
 
 if TYPE_CHECKING:
-    from .node import Node, Peer
+    from .node import Node
+    from .peers import Peer
 
 __all__ = [
     "STREAM_WINDOW",

@@ -20,6 +20,7 @@ import random
 import resource
 import socket
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from .client import Client
@@ -27,10 +28,11 @@ from .codec import Blob
 from .context import ActorContext, CallContext, set_process_actor
 from .handle import Handle
 from .mailbox import LocalActor
-from .node import AGENT, Node, Notice, State
+from .node import Node
+from .peers import AGENT, Notice, State
 from .snapshot import process_memory
 
-__all__ = ["main", "warm_up"]
+__all__ = ["Host", "main", "serve", "warm_up"]
 
 log = logging.getLogger("actors")
 # Exit status of an actor whose driver vanished (nobody is left to read it but the template).
@@ -51,7 +53,16 @@ def main(request: dict[str, Any], fds: list[int]) -> int:
     _set_up_streams(out_fd, err_fd)
     _set_up_process(request)
     sock = socket.socket(fileno=link_fd)
-    return _run(_serve(request, sock))
+    store = None
+    if request["arena"]:
+        from shmstore import Store
+
+        store = Store.attach(request["arena"])
+    try:
+        return _run(serve(request, sock, Host(store)))
+    finally:
+        if store is not None:
+            store.close()
 
 
 def _run(main: Any) -> int:
@@ -115,13 +126,17 @@ class _HintFinder(importlib.abc.MetaPathFinder):
         )
 
 
-async def _serve(request: dict[str, Any], sock: socket.socket) -> int:
-    """Until the actor is stopped, exits, or loses its driver."""
-    store = None
-    if request["arena"]:
-        from shmstore import Store
+@dataclass(frozen=True)
+class Host:
+    """Where the actor lives: a process of its own, or (tests) the driver's."""
 
-        store = Store.attach(request["arena"])
+    store: Any = None
+    own_process: bool = True
+
+
+async def serve(request: dict[str, Any], sock: socket.socket, host: Host) -> int:
+    """Be the actor until it is stopped, exits, or loses its driver; returns the exit status."""
+    store = host.store
     node = Node(
         request["uid"],
         bytes.fromhex(request["token"]),
@@ -135,13 +150,16 @@ async def _serve(request: dict[str, Any], sock: socket.socket) -> int:
             done.set_result(code)
 
     def lost(node_uid: int, why: str) -> None:
-        if node_uid == AGENT and not request["detached"] and not done.done():
+        if node_uid != AGENT or request["detached"] or done.done():
+            return
+        if host.own_process:
             os._exit(_EXIT_ORPHANED)
+        end(_EXIT_ORPHANED)
 
     node.on_exit = end
     node.on_process_lost = lost
     client = Client(node, store)
-    agent = Agent(node, client, request, end)
+    agent = Agent(node, client, request, host, end)
     context = ActorContext(
         name=request["name"], uid=AGENT, incarnation=request["incarnation"],
         handle=client.hub, runtime=client,
@@ -150,20 +168,21 @@ async def _serve(request: dict[str, Any], sock: socket.socket) -> int:
     node.adopt_socket(sock, AGENT)
     hub = node.peer(AGENT, "hub")
     hub.state, hub.link = State.UP, node.links[AGENT]
-    code = await done
-    await asyncio.sleep(0)  # the last answers leave with this turn of the loop
-    node.close()
-    if agent.actor is not None:
-        agent.actor.close()
-    if store is not None:
-        store.close()
-    return code
+    try:
+        return await done
+    finally:
+        node.close()
+        if agent.actor is not None:
+            agent.actor.close()
 
 
 class Agent:
     """What the hub asks of an actor process. Methods here are the process's control plane."""
 
-    def __init__(self, node: Node, client: Client, request: dict[str, Any], end: Any) -> None:
+    def __init__(
+        self, node: Node, client: Client, request: dict[str, Any], host: Host, end: Any
+    ) -> None:
+        self._host = host
         self._node = node
         self._client = client
         self._request = request
@@ -185,7 +204,8 @@ class Agent:
             name=request["name"], uid=request["uid"], incarnation=request["incarnation"],
             handle=handle, runtime=self._client, rank=request["rank"], size=request["size"],
         )  # fmt: skip
-        set_process_actor(context)
+        if self._host.own_process:
+            set_process_actor(context)
         args, kwargs = await _values_of_refs(node, args, kwargs)
         self.actor = await LocalActor.create(node, actor_class, args, kwargs, context)
         node.locals[request["uid"]] = self.actor
@@ -197,7 +217,7 @@ class Agent:
             self._node.note(notice)
 
     async def stop(self, timeout_s: float) -> bool:
-        """Finish the accepted calls, run `on_stop`, end the process. False if calls were cut off."""
+        """Finish accepted calls, run `on_stop`, end the process. False if calls were cut off."""
         clean = True
         if self.actor is not None:
             clean = await self.actor.drain(timeout_s)

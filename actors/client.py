@@ -17,10 +17,11 @@ from .context import ActorContext
 from .errors import UsageError
 from .handle import Handle, Team, hub_handle
 from .method import method_table, methods_of
-from .node import AGENT, Node, Notice
+from .node import Node
+from .peers import AGENT, Notice
+from .records import Restart, Spec
 from .rundir import check_name
 from .spawn import import_hints
-from .supervisor import Restart, Spec
 
 if TYPE_CHECKING:
     from .calls import Stream
@@ -150,9 +151,7 @@ class Client:
     def _bind(self, notice: Notice) -> Handle:
         """A handle of this process for the actor of a notice."""
         self._node.note(notice)
-        return Handle(
-            self._node, notice.uid, notice.name, notice.class_name, dict(notice.methods)
-        )
+        return Handle(self._node, notice.uid, notice.name, notice.class_name, dict(notice.methods))
 
     async def host(self, obj: Any, *, name: str) -> Handle:
         """Make an object of this process reachable as an actor, on this loop.

@@ -11,6 +11,7 @@ Arrays arrive read-only, whatever their size, so that size never changes the mea
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
 import traceback
@@ -106,8 +107,7 @@ class Codec:
                     plain = False
                     break
             return self._encode((args, kwargs), plain)
-        encoded = self._encode((args, kwargs), False)
-        return encoded
+        return self._encode((args, kwargs), False)
 
     def _encode(self, value: object, plain: bool) -> Encoded:
         if plain:
@@ -201,7 +201,7 @@ class Codec:
     def _adopting(self) -> AbstractContextManager[object]:
         from shmstore.pickling import adopting_refs
 
-        return adopting_refs(self._need_store())  # type: ignore[no-any-return]
+        return adopting_refs(self._need_store())
 
     # ---- refs ---------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class Codec:
         """The value of a ref; `timeout=None` does not wait for the seal."""
         return self._need_store().get(ref, timeout=timeout)
 
-    def _need_store(self) -> StoreLike:
+    def _need_store(self) -> Any:
         if self.store is None:
             raise ActorError(
                 "the message names an object in a store, and this runtime has none;"
@@ -248,7 +248,7 @@ class Codec:
         _decoding.node = self._node
         buffers = [memoryview(self.get(b)) if self.is_ref(b) else b for b in blob.buffers]
         with self._adopting() if blob.refs else nullcontext():
-            return pickle.loads(blob.body, buffers=buffers)  # type: ignore[arg-type]
+            return pickle.loads(blob.body, buffers=buffers)
 
     # ---- errors -------------------------------------------------------------------------------
 
@@ -279,6 +279,8 @@ class Codec:
             cause = _assemble(_try_loads(cls), _try_loads(args), _try_loads(state))
         return make_remote_error(cause, name, text, trace_text)
 
+
+log = logging.getLogger("actors")
 
 _EMPTY = Encoded(b"")
 _mixed: dict[tuple[type, type], type] = {}
@@ -314,12 +316,14 @@ def _mix(base: type[ActorError], cause: Exception) -> ActorError | None:
         if mixed is None:
             mixed = _mixed[key] = _mixed_class(base, type(cause))
         given = _init_args(cause)
-        error: ActorError = mixed.__new__(mixed, *given)
         # Built-in classes keep state in C slots that only __init__ fills; others keep it in
         # __dict__, and their __init__ may want arguments that we do not have.
         native = next(c for c in type(cause).__mro__ if c.__module__ == "builtins")
+        error: ActorError = native.__new__(mixed, *given)
         native.__init__(error, *given)  # type: ignore[misc]
         error.args = cause.args
+        if isinstance(cause, (ImportError, NameError)):
+            error.name = cause.name  # type: ignore[attr-defined]
         error.__dict__.update(cause.__dict__)
         return error
     except Exception:  # a class that refuses to be subclassed or made: plain RemoteError instead
@@ -328,15 +332,17 @@ def _mix(base: type[ActorError], cause: Exception) -> ActorError | None:
 
 def _init_args(cause: Exception) -> tuple[Any, ...]:
     """What the built-in part was made with; an OSError keeps its file names outside `args`."""
-    if isinstance(cause, OSError):
-        if len(cause.args) == 2 and cause.filename is not None:
-            return (*cause.args, cause.filename, None, cause.filename2)
+    if isinstance(cause, OSError) and len(cause.args) == 2 and cause.filename is not None:
+        return (*cause.args, cause.filename, None, cause.filename2)
     return cause.args
 
 
 def _mixed_class(base: type[ActorError], remote: type[Exception]) -> type:
-    bases = (base,) if issubclass(base, remote) else (base, remote)
-    if issubclass(remote, base):
+    # The remote class first: it may have a C layout, and `__new__` follows the first base.
+    bases: tuple[type, ...] = (remote, base)
+    if issubclass(base, remote):
+        bases = (base,)
+    elif issubclass(remote, base):
         bases = (remote,)
 
     def text(self: Any) -> str:
@@ -363,10 +369,10 @@ def _dumps(value: object, raw: list[pickle.PickleBuffer]) -> bytes:
         body = pickle.dumps(value, 5, buffer_callback=raw.append)
         if b"__main__" not in body:
             return body
-    except Exception:  # lambdas, local classes: cloudpickle may know them; else it says why not
-        pass
+    except Exception as error:  # lambdas, local classes: cloudpickle may know them
+        log.debug("pickling %s by value: %s", type(value).__qualname__, error)
     raw.clear()
-    import cloudpickle
+    import cloudpickle  # type: ignore[import-untyped]
 
     try:
         return cloudpickle.dumps(value, 5, buffer_callback=raw.append)  # type: ignore[no-any-return]
@@ -383,7 +389,7 @@ def _try_dumps(value: object) -> bytes | None:
     try:
         body = _dumps(value, raw)
         return pickle.dumps(value, 5) if raw else body
-    except Exception:
+    except Exception:  # whatever a user's __reduce__ raises
         return None
 
 
@@ -393,7 +399,7 @@ def _try_loads(body: bytes | None) -> Any:
         return None
     try:
         return pickle.loads(body)
-    except Exception:
+    except Exception:  # whatever a user's __init__ or __setstate__ raises
         return None
 
 

@@ -5,7 +5,7 @@ raise these; users catch `ActorError` or one of its leaves.
 
     ActorError
     ├── RemoteError            the method raised; also an instance of the remote exception's class
-    ├── ActorDied              the process of the actor is gone, or going (reason, exit code, stderr)
+    ├── ActorDied              the actor's process is gone, or going (reason, exit code, stderr)
     │   └── SpawnDied          ... while `__init__` was running (also a SpawnFailed)
     ├── SpawnFailed            the actor could not be started
     │   └── InitFailed         `__init__` raised (also a RemoteError, and what was raised)

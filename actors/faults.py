@@ -30,3 +30,15 @@ def set_hook(function: Callable[[str], None] | None) -> None:
     """Call `function(point)` at each point from now on; None to stop."""
     global hook
     hook = function
+
+
+# What `outgoing` answers for a frame that is to be lost.
+DROP = float("inf")
+
+outgoing: Callable[[bytes], float] | None = None
+
+
+def set_outgoing(function: Callable[[bytes], float] | None) -> None:
+    """Ask `function(frame)` for the fate of each frame: 0 sends it, DROP loses it, else seconds."""
+    global outgoing
+    outgoing = function

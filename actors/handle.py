@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import faults
 from .calls import (
     BlockingCall,
     CallFuture,
@@ -22,12 +23,11 @@ from .calls import (
     StreamState,
     TellCall,
 )
-from . import faults
 from .codec import decoding_node
 from .errors import ActorDied, NoSuchMethod, QueueFull, RuntimeClosed, UsageError
 from .messages import NAME_BYTES_MAX, Kind, pack
 from .method import MethodFlag
-from .node import AGENT, timeout_ns_of
+from .peers import AGENT, timeout_of
 
 if TYPE_CHECKING:
     from .node import Node
@@ -62,10 +62,10 @@ class CallOptions:
 class Handle:
     """A name for one actor. Public methods of its class appear as attributes.
 
-    `stop`, `kill`, `watch` and `method` belong to the handle; a method of the actor with one of these
-    names is reached by `handle.method("stop")`. Beyond the actor's methods a handle has `name`,
-    `uid`, `class_name`, `pid` (0 when not known) and `state` (as far as this process has heard:
-    starting, up, restarting, stopping or dead), unless the actor has methods of these names.
+    `stop`, `kill`, `watch` and `method` belong to the handle; a method of the actor with one of
+    these names is reached by `handle.method("stop")`. Beyond the actor's methods a handle has
+    `name`, `uid`, `class_name`, `pid` (0 when not known) and `state` (as far as this process has
+    heard: starting, up, restarting, stopping or dead), unless the actor has methods of these names.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Handle:
         return RemoteMethod(self, name, flags)
 
     async def stop(self, timeout: float | None = None) -> None:
-        """End it in order: accepted calls finish, `on_stop` runs; killed after `timeout` seconds."""
+        """End it in order: accepted calls finish, `on_stop` runs; killed after `timeout` s."""
         await self._hub("stop_actor", self._uid, timeout)
 
     async def kill(self) -> None:
@@ -296,7 +296,7 @@ class RemoteMethod:
             timeout_s, group = options.timeout_s, options.group.encode()
             waits = options.when_down == "wait"
         if deadline_ns or timeout_s is not None:
-            timeout_s, timeout_ns = timeout_ns_of(timeout_s, deadline_ns)
+            timeout_s, timeout_ns = timeout_of(timeout_s, deadline_ns)
         encoded = node.codec.encode_call(args, kwargs)
         call.call_id = node.next_call_id()
         call.peer = self._peer
@@ -380,7 +380,7 @@ class RemoteMethod:
 
 
 class Team:
-    """Several actors of one class: `team.each.method(x)` asks all, `team.any.method(x)` the least busy."""
+    """Several actors of one class: `team.each.m(x)` asks all, `team.any.m(x)` the least busy."""
 
     def __init__(self, members: list[Handle]) -> None:
         self.members = members

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import ActorError
 from .handle import agent_method
-from .node import AGENT, Notice, State
+from .peers import Notice, State
+from .records import Event, Spec
 from .snapshot import process_memory
-from .supervisor import Event, Spec, Supervisor
+from .supervisor import Supervisor
 
 if TYPE_CHECKING:
     from .node import Node
@@ -120,6 +121,3 @@ class Hub:
         peer = self._node.peers.get(record.uid)
         row["in_flight_from_driver"] = peer.in_flight if peer is not None else 0
         return row
-
-
-HUB_UID = AGENT

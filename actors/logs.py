@@ -7,6 +7,7 @@ driver's loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import sys
@@ -28,10 +29,9 @@ def make_pipe() -> tuple[int, int]:
     """(read end, not blocking; write end), both close-on-exec."""
     read, write = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read, False)
-    try:
+    # With the user's pipe quota used up the default size works as well.
+    with contextlib.suppress(PermissionError):
         fcntl.fcntl(write, _F_SETPIPE_SZ, _PIPE_BYTES)
-    except PermissionError:  # the user's pipe quota is used up: the default size works as well
-        pass
     return read, write
 
 

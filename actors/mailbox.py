@@ -1,7 +1,7 @@
 """An actor in its process: takes calls in, runs them in order, answers.
 
-Owns the actor's object, its groups and their threads, and the calls that wait or run here. Called by
-`node` on the loop thread; methods of the user's class run on that loop (`async def`) or in the
+Owns the actor's object, its groups and their threads, and the calls that wait or run here. Called
+by `node` on the loop thread; methods of the user's class run on that loop (`async def`) or in the
 thread of their group (`def`).
 
 What it promises: calls of one caller to one group start in the order in which they were sent; a
@@ -12,20 +12,18 @@ that group and nothing else; every call is answered once, or its caller is gone 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import faults
-from .calls import STREAM_WINDOW
+from .arguments import RefArguments
 from .codec import Encoded
 from .context import CURRENT_CALL, ActorContext, CallContext
 from .errors import ActorDied, CallCycle, NoSuchMethod, NotSerializable
+from .inbound import Credits, GroupThread, Inbound
 from .messages import HEADER_BYTES, Flag, Kind, pack, parse
 from .method import DEFAULT_GROUP, Method, Shape, methods_of
 from .stats import MethodStats
@@ -39,109 +37,6 @@ __all__ = ["LocalActor"]
 log = logging.getLogger("actors")
 
 _REFS = int(Flag.REFS)
-
-
-class _Inbound:
-    """One call here. States: waiting in a lane, running, over."""
-
-    __slots__ = (
-        "args", "begun", "call_id", "cancelled", "credits", "ctx", "function", "kind", "kwargs", "lane",
-        "link", "method", "resolving", "started_ns", "task", "thread_waits",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        link: Link,
-        call_id: int,
-        kind: int,
-        method: Method,
-        function: Callable[..., Any],
-        lane: tuple[Link, str],
-        ctx: CallContext,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.link = link
-        self.call_id = call_id
-        self.kind = kind
-        self.method = method
-        self.function = function
-        self.lane = lane
-        self.ctx = ctx
-        self.args = args
-        self.kwargs = kwargs
-        self.cancelled = False
-        self.begun = False  # its thread has really started it
-        self.resolving = False  # some top-level ref is not sealed yet
-        self.started_ns = 0
-        self.task: asyncio.Task[None] | None = None
-        self.thread_waits = False
-        self.credits: _Credits | None = None
-
-
-class _Credits:
-    """Items that a stream may still send; the generator waits here when there are none."""
-
-    def __init__(self) -> None:
-        self.left = STREAM_WINDOW
-        self.ready = asyncio.Event()
-        self.lock = threading.Condition()  # for generators in threads
-
-    def grant(self, n: int) -> None:
-        with self.lock:
-            self.left += n
-            self.lock.notify_all()
-        self.ready.set()
-
-    async def take(self) -> None:
-        while self.left <= 0:
-            self.ready.clear()
-            await self.ready.wait()
-        self.left -= 1
-
-    def take_blocking(self, ctx: CallContext) -> bool:
-        """False when the caller is gone."""
-        with self.lock:
-            while self.left <= 0 and not ctx.cancelled:
-                self.lock.wait()
-            self.left -= 1
-            return not ctx.cancelled
-
-
-class _GroupThread:
-    """The thread in which the `def` methods of one group run, one at a time."""
-
-    def __init__(self, name: str, run: Callable[[_Inbound], None]) -> None:
-        self.busy = False
-        self.waiting: deque[tuple[Link, str]] = deque()  # lanes whose head wants this thread
-        self._jobs: queue.SimpleQueue[_Inbound | Callable[[], None] | None] = queue.SimpleQueue()
-        self._run = run
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, call: _Inbound) -> None:
-        self.busy = True
-        self._jobs.put(call)
-
-    def run_first(self, job: Callable[[], None]) -> None:
-        """Run something that is not a call: `__init__` and `on_stop` share the methods' thread."""
-        self._jobs.put(job)
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def stop(self) -> None:
-        """End after the running call; does not wait."""
-        self._jobs.put(None)
-
-    def _main(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, _Inbound):
-                contextvars.copy_context().run(self._run, job)
-            else:
-                contextvars.copy_context().run(job)
-            del job  # arguments and refs must not live until the next call
 
 
 class LocalActor:
@@ -159,14 +54,14 @@ class LocalActor:
         for name, method in methods_of(type(obj)).items():
             stats = self.stats[name] = MethodStats()
             self._methods[name.encode()] = (method, getattr(obj, name), stats)
-        self._calls: dict[tuple[Link, int], _Inbound] = {}
-        self._lanes: dict[tuple[Link, str], deque[_Inbound]] = {}
+        self._calls: dict[tuple[Link, int], Inbound] = {}
+        self._lanes: dict[tuple[Link, str], deque[Inbound]] = {}
         # Per lane the last `def` call that was given to its thread: nothing behind it may start
         # before the thread has.
-        self._handed: dict[tuple[Link, str], _Inbound] = {}
-        self._threads: dict[str, _GroupThread] = {}
-        self._extra_threads: set[_GroupThread] = set()
-        self._resolvers: set[asyncio.Task[None]] = set()
+        self._handed: dict[tuple[Link, str], Inbound] = {}
+        self._threads: dict[str, GroupThread] = {}
+        self._extra_threads: set[GroupThread] = set()
+        self._ref_arguments = RefArguments(node.loop, node.codec, self._advance)
         self._idle: asyncio.Event | None = None
 
     @classmethod
@@ -191,8 +86,9 @@ class LocalActor:
             finally:
                 call.active = False
                 CURRENT_CALL.reset(token)
-        actor = cls(node, actor_class.__new__(actor_class), context)
-        await actor.run_in_thread(call, lambda: actor_class.__init__(actor.obj, *args, **kwargs))
+        obj: Any = object.__new__(actor_class)
+        actor = cls(node, obj, context)
+        await actor.run_in_thread(call, lambda: obj.__init__(*args, **kwargs))
         return actor
 
     async def run_in_thread(self, call: CallContext, function: Callable[[], Any]) -> Any:
@@ -212,7 +108,7 @@ class LocalActor:
                 value = function()
             except SystemExit as error:
                 self._node.call_threadsafe(self._exit, error)
-            except BaseException as error:
+            except BaseException as error:  # crosses to the loop, where it is raised
                 self._node.call_threadsafe(finish, None, error)
             else:
                 self._node.call_threadsafe(finish, value, None)
@@ -263,9 +159,9 @@ class LocalActor:
             return
         self._ack(link, call_id, flags)
         lane = (link, group.decode() if group else method.group)
-        call = _Inbound(link, call_id, kind, method, function, lane, ctx, args, kwargs)
+        call = Inbound(link, call_id, kind, method, function, lane, ctx, args, kwargs)
         if flags & _REFS:
-            self._resolve_top(call)
+            self._ref_arguments.resolve(call)
         if self.uid in chain:
             self._start_apart(call)
         elif lane in self._lanes:
@@ -307,74 +203,9 @@ class LocalActor:
             " the method @actors.method(reentrant=True)"
         )
 
-    # ---- refs as arguments --------------------------------------------------------------------
-
-    def _resolve_top(self, call: _Inbound) -> None:
-        """Top-level refs become values; those that are not sealed yet are awaited in a thread."""
-        codec = self._node.codec
-        if not any(codec.is_ref(a) for a in (*call.args, *call.kwargs.values())):
-            return
-        from shmstore import ObjectNotSealed
-
-        try:
-            self._fill_refs(call, None)
-        except ObjectNotSealed:
-            call.resolving = True
-            task = self._node.loop.create_task(self._await_refs(call))
-            self._resolvers.add(task)
-            task.add_done_callback(self._resolvers.discard)
-        except Exception as error:  # freed, or not of this arena: the caller's error
-            self._spoil(call, error)
-
-    def _fill_refs(self, call: _Inbound, timeout_s: float | None) -> None:
-        codec = self._node.codec
-
-        def value_of(arg: Any) -> Any:
-            return codec.get(arg, timeout_s) if codec.is_ref(arg) else arg
-
-        args = tuple(value_of(a) for a in call.args)
-        call.kwargs = {name: value_of(a) for name, a in call.kwargs.items()}
-        call.args = args
-
-    async def _await_refs(self, call: _Inbound) -> None:
-        """Wait for the seals off the loop, in slices so that a cancelled call lets its thread go."""
-        from shmstore import ObjectNotSealed
-
-        deadline_ns = call.ctx.deadline_ns
-
-        def wait() -> None:
-            while not call.cancelled and not call.link.closed:
-                slice_s = _REF_WAIT_SLICE_S
-                if deadline_ns:
-                    slice_s = min(slice_s, (deadline_ns - time.monotonic_ns()) / 1e9)
-                    if slice_s <= 0:
-                        return
-                try:
-                    self._fill_refs(call, slice_s)
-                    return
-                except ObjectNotSealed:
-                    continue
-
-        try:
-            await self._node.loop.run_in_executor(None, wait)
-        except Exception as error:
-            self._spoil(call, error)
-        call.resolving = False
-        self._advance(call.lane)
-
-    def _spoil(self, call: _Inbound, error: BaseException) -> None:
-        """Its arguments cannot be had: keep its place in the order, but raise instead of running."""
-
-        def fail(*_: Any, **__: Any) -> Any:
-            raise error
-
-        call.function = fail
-        call.args, call.kwargs = (), {}
-        call.method = Method(call.method.name, Shape.INLINE, call.method.group, False, True)
-
     # ---- order --------------------------------------------------------------------------------
 
-    def _try_start(self, call: _Inbound) -> bool:
+    def _try_start(self, call: Inbound) -> bool:
         """Start the head of a lane; False when it has to wait."""
         if call.cancelled:
             return True
@@ -415,28 +246,28 @@ class LocalActor:
                 self._calls.pop((done.link, done.call_id), None)
         self._lanes.pop(lane, None)
 
-    def _start_apart(self, call: _Inbound) -> None:
+    def _start_apart(self, call: Inbound) -> None:
         """A reentrant call of a cycle: its own group may be what waits for it."""
         self._calls[call.link, call.call_id] = call
         shape = call.method.shape
         if shape is Shape.SYNC or shape is Shape.SYNC_STREAM:
-            thread = _GroupThread(f"{self.context.name}/reentrant", self._run_in_thread)
+            thread = GroupThread(f"{self.context.name}/reentrant", self._run_in_thread)
             self._extra_threads.add(thread)
             self._start_in_thread(thread, call)
             thread.stop()
         else:
             self._start_task(call)
 
-    def _thread(self, group: str) -> _GroupThread:
+    def _thread(self, group: str) -> GroupThread:
         thread = self._threads.get(group)
         if thread is None:
             name = f"{self.context.name}/{group}" if group else self.context.name
-            thread = self._threads[group] = _GroupThread(name, self._run_in_thread)
+            thread = self._threads[group] = GroupThread(name, self._run_in_thread)
         return thread
 
     # ---- running ------------------------------------------------------------------------------
 
-    def _run_inline(self, call: _Inbound) -> None:
+    def _run_inline(self, call: Inbound) -> None:
         """A coroutine that cannot suspend: run it here, now."""
         call.started_ns = time.perf_counter_ns()
         token = CURRENT_CALL.set(call.ctx)
@@ -445,7 +276,7 @@ class LocalActor:
             coroutine.send(None)
         except StopIteration as stop:
             self._finish(call, stop.value)
-        except BaseException as error:
+        except BaseException as error:  # a method's error is its caller's, whatever it is
             self._finish_error(call, error)
         else:
             coroutine.close()
@@ -453,24 +284,24 @@ class LocalActor:
         finally:
             CURRENT_CALL.reset(token)
 
-    def _start_task(self, call: _Inbound) -> None:
+    def _start_task(self, call: Inbound) -> None:
         call.started_ns = time.perf_counter_ns()
         run = self._run_stream(call) if call.kind == Kind.STREAM else self._run_async(call)
         call.task = self._node.loop.create_task(run)
 
-    async def _run_async(self, call: _Inbound) -> None:
+    async def _run_async(self, call: Inbound) -> None:
         CURRENT_CALL.set(call.ctx)
         try:
             value = await call.function(*call.args, **call.kwargs)
-        except BaseException as error:
+        except BaseException as error:  # a method's error is its caller's, whatever it is
             self._finish_error(call, error)
         else:
             self._finish(call, value)
 
-    async def _run_stream(self, call: _Inbound) -> None:
+    async def _run_stream(self, call: Inbound) -> None:
         """Drive an async generator (or a plain coroutine, as a stream of one item)."""
         CURRENT_CALL.set(call.ctx)
-        call.credits = _Credits()
+        call.credits = Credits()
         item = 0
         try:
             if call.method.shape is not Shape.ASYNC_STREAM:
@@ -483,22 +314,22 @@ class LocalActor:
                     self._send_item(call, item, self._node.codec.encode(value))
             finally:
                 await generator.aclose()
-        except BaseException as error:
+        except BaseException as error:  # a method's error is its caller's, whatever it is
             self._finish_error(call, error)
         else:
             self._finish(call, None)
 
-    def _send_item(self, call: _Inbound, item: int, encoded: Encoded) -> None:
+    def _send_item(self, call: Inbound, item: int, encoded: Encoded) -> None:
         if not call.cancelled:
             self._node.reply(call.link, Kind.ITEM, call.call_id, encoded, item)
 
-    def _start_in_thread(self, thread: _GroupThread, call: _Inbound) -> None:
+    def _start_in_thread(self, thread: GroupThread, call: Inbound) -> None:
         call.started_ns = time.perf_counter_ns()
         if call.kind == Kind.STREAM:
-            call.credits = _Credits()
+            call.credits = Credits()
         thread.submit(call)
 
-    def _run_in_thread(self, call: _Inbound) -> None:
+    def _run_in_thread(self, call: Inbound) -> None:
         """On the group's thread. Answers are pickled here too, so that the loop stays free."""
         call.begun = True
         if self._lanes:
@@ -516,24 +347,22 @@ class LocalActor:
                     raise TypeError(f"{call.method.name} is a generator; call it with .stream")
             if call.kind != Kind.TELL:
                 encoded = self._node.codec.encode(value)
-        except BaseException as error:
+        except BaseException as error:  # a method's error is its caller's, whatever it is
             failure = error
         self._node.call_threadsafe(self._thread_done, call, encoded, failure)
 
-    def _run_sync_stream(self, call: _Inbound) -> None:
+    def _run_sync_stream(self, call: Inbound) -> None:
         if call.method.shape is not Shape.SYNC_STREAM:
             raise TypeError(f"{call.method.name} is not a generator; call it without .stream")
         assert call.credits is not None
-        item = 0
-        for value in call.function(*call.args, **call.kwargs):
+        for item, value in enumerate(call.function(*call.args, **call.kwargs), 1):
             if not call.credits.take_blocking(call.ctx):
                 return
-            item += 1
             encoded = self._node.codec.encode(value)
             self._node.call_threadsafe(self._send_item, call, item, encoded)
 
     def _thread_done(
-        self, call: _Inbound, encoded: Encoded | None, failure: BaseException | None
+        self, call: Inbound, encoded: Encoded | None, failure: BaseException | None
     ) -> None:
         """Back on the loop: answer, then let the next call have the thread."""
         if failure is not None:
@@ -557,7 +386,7 @@ class LocalActor:
 
     # ---- answering ----------------------------------------------------------------------------
 
-    def _finish(self, call: _Inbound, value: Any, encoded: Encoded | None = None) -> None:
+    def _finish(self, call: Inbound, value: Any, encoded: Encoded | None = None) -> None:
         self._over(call, failed=False)
         if call.kind == Kind.TELL:
             call.link.send(pack(Kind.DONE, call.call_id))
@@ -575,7 +404,7 @@ class LocalActor:
                 return
         self._node.reply(call.link, Kind.RESULT, call.call_id, encoded)
 
-    def _finish_error(self, call: _Inbound, error: BaseException) -> None:
+    def _finish_error(self, call: Inbound, error: BaseException) -> None:
         self._over(call, failed=True)
         if isinstance(error, SystemExit):
             self._exit(error)
@@ -584,7 +413,7 @@ class LocalActor:
         else:
             self._answer_error(call.link, call.call_id, call.kind, call.method.name, error)
 
-    def _over(self, call: _Inbound, *, failed: bool) -> None:
+    def _over(self, call: Inbound, *, failed: bool) -> None:
         call.ctx.active = False
         call.task = None
         self._calls.pop((call.link, call.call_id), None)
@@ -617,7 +446,7 @@ class LocalActor:
         if call is not None:
             self._cancel(call)
 
-    def _cancel(self, call: _Inbound) -> None:
+    def _cancel(self, call: Inbound) -> None:
         call.cancelled = call.ctx.cancelled = True
         if call.credits is not None:
             call.credits.grant(1)
@@ -667,7 +496,3 @@ class LocalActor:
         """Let the threads end; does not wait for a method that runs."""
         for thread in self._threads.values():
             thread.stop()
-
-
-# A thread that waits for a seal looks this often whether its call was cancelled.
-_REF_WAIT_SLICE_S = 0.5

@@ -1,7 +1,7 @@
 """The frame: one message on the wire, readable without unpickling anything.
 
-Owns the binary layout (`docs/wire_protocol.md` has every byte) and the limits of the protocol. Pure:
-no sockets, no pickle. Called by `codec` and `node` on both sides of a link.
+Owns the binary layout (`docs/wire_protocol.md` has every byte) and the limits of the protocol.
+Pure: no sockets, no pickle. Called by `codec` and `node` on both sides of a link.
 
 A frame is a fixed header of 64 bytes, then method and group (UTF-8), the chain of actors that wait
 for this call (u32 each), the buffer table (40 bytes a buffer), the body (pickle protocol 5), and

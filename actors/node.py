@@ -11,41 +11,37 @@ ActorDied; it is sent at most once; a reply that comes too late is dropped, and 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import logging
 import os
 import socket
-import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import faults
+from .answers import Answers
 from .codec import Codec, Encoded, StoreLike
 from .context import CURRENT_CALL
 from .errors import (
-    ActorDied,
     ActorError,
     CallTimeout,
     NoSuchActor,
-    NotSerializable,
-    NotSupported,
     ProtocolError,
     QueueFull,
     RuntimeClosed,
 )
-from .messages import HEADER, HEADER_BYTES, PROTOCOL_VERSION, Flag, Kind, pack, parse
-from .transport import Link, LoopbackLink, UnixLink, UnixListener
+from .lanes import Lanes
+from .messages import HEADER, HEADER_BYTES, Flag, Kind, pack
+from .peers import AGENT, Notice, Peer, State
+from .transport import Link, LoopbackLink
 
 if TYPE_CHECKING:
     from .calls import Pending, StreamState
     from .mailbox import LocalActor
 
-__all__ = ["AGENT", "IN_FLIGHT_MAX", "WAITING_MAX", "Node", "Notice", "Peer", "State"]
+__all__ = ["IN_FLIGHT_MAX", "WAITING_MAX", "Node"]
 
 log = logging.getLogger("actors")
 
@@ -55,73 +51,8 @@ IN_FLIGHT_MAX = 4096
 WAITING_MAX = 1 << 16
 # After a link broke: how long to wait for the supervisor's word on why.
 POST_MORTEM_S = 0.8
-# Every node answers to this actor number: its agent (and in the driver the hub).
-AGENT = 0
-
-_HELLO = struct.Struct("<8sII32s")
-_MAGIC = b"shmrlact"
-
 _RESULT, _ERROR, _CALL, _TELL = int(Kind.RESULT), int(Kind.ERROR), int(Kind.CALL), int(Kind.TELL)
 _REFS = int(Flag.REFS)
-
-
-class State:
-    """States of an actor, as in notices and snapshots."""
-
-    STARTING = "starting"
-    UP = "up"
-    RESTARTING = "restarting"
-    STOPPING = "stopping"
-    DEAD = "dead"
-
-
-@dataclass(frozen=True)
-class Notice:
-    """What the hub tells every node about an actor, in the order in which it happened."""
-
-    uid: int
-    name: str
-    state: str
-    node_uid: int  # process that it lives in: its own, or its host's
-    incarnation: int
-    address: str
-    class_name: str = ""
-    methods: tuple[tuple[str, int], ...] = ()
-    pid: int = 0
-    reason: str = ""
-    exit_code: int | None = None
-    stderr_tail: str = ""
-
-
-class Peer:
-    """An actor as this process sees it."""
-
-    __slots__ = (
-        "address", "class_name", "death", "in_flight", "in_flight_max", "incarnation", "link",
-        "lost", "methods", "name", "node_uid", "pid", "state", "uid", "waiting", "waiting_live",
-    )  # fmt: skip
-
-    def __init__(self, uid: int, name: str, in_flight_max: int) -> None:
-        self.uid = uid
-        self.name = name
-        self.state = ""  # unknown until a notice or a lookup
-        self.node_uid = uid
-        self.incarnation = 0
-        self.address = ""
-        self.class_name = ""
-        self.methods: tuple[tuple[str, int], ...] = ()
-        self.pid = 0
-        self.link: Link | None = None
-        self.lost = 0  # incarnation whose link broke
-        self.in_flight = 0
-        self.in_flight_max = in_flight_max
-        self.waiting: deque[Pending] = deque()
-        self.waiting_live = 0  # of these, not abandoned
-        self.death: tuple[str, int | None, str] | None = None
-
-    def died(self) -> ActorDied:
-        reason, exit_code, tail = self.death or ("it is not running", None, "")
-        return ActorDied(self.name, reason, exit_code, tail)
 
 
 class Node:
@@ -148,13 +79,12 @@ class Node:
         self.on_process_lost: Callable[[int, str], None] | None = None
         self.resolve: Callable[[int], Any] | None = None  # asks the hub; set by client/hub
         self.late_replies = 0
-        self._token = token
         self._thread = threading.get_ident()
         self._ids = itertools.count(1)
-        self._all_links: set[Link] = set()
-        self._listener: UnixListener | None = None
+        self._lanes = Lanes(self.loop, self, uid, token)
         self._loopback = LoopbackLink(self.loop, self, uid)
         self.links[uid] = self._loopback
+        self._answers = Answers(self)
         self._resolving: set[asyncio.Task[None]] = set()
 
     # ---- threads ------------------------------------------------------------------------------
@@ -177,41 +107,19 @@ class Node:
 
     def listen(self, path: str) -> str:
         """Accept links at this path; returns the address to hand out."""
-        self._listener = UnixListener(self.loop, path, self._on_accept)
-        return self._listener.address
+        return self._lanes.listen(path)
 
     def adopt_socket(self, sock: socket.socket, peer_uid: int) -> Link:
         """A socket of a pair that we or our parent made: trusted by construction."""
-        link = UnixLink(self.loop, sock, self, peer_uid=peer_uid, trusted=True)
-        self._all_links.add(link)
+        link = self._lanes.adopt(sock, peer_uid)
         self._set_process_link(peer_uid, link)
         return link
 
-    def _on_accept(self, sock: socket.socket) -> None:
-        self._all_links.add(UnixLink(self.loop, sock, self))
-
     def _connect(self, peer: Peer) -> Link | None:
         """A link to the process of `peer`; None when nobody listens there."""
-        if not peer.address.startswith("unix://"):
-            raise NotSupported(
-                f"the address {peer.address!r} is not on this machine; runs over several machines"
-                " are planned, not there yet"
-            )
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            sock.setblocking(False)
-            sock.connect(peer.address.removeprefix("unix://"))
-        except OSError:
-            sock.close()
-            return None
-        link = UnixLink(self.loop, sock, self, peer_uid=peer.node_uid, trusted=True)
-        self._all_links.add(link)
-        link.send(
-            pack(
-                Kind.HELLO, 0, body=_HELLO.pack(_MAGIC, PROTOCOL_VERSION, self.uid, self._token)
-            )
-        )
-        self._set_process_link(peer.node_uid, link)
+        link = self._lanes.connect(peer.address, peer.node_uid)
+        if link is not None:
+            self._set_process_link(peer.node_uid, link)
         return link
 
     def _set_process_link(self, node_uid: int, link: Link) -> None:
@@ -221,24 +129,9 @@ class Node:
                 peer.link = link
                 peer.lost = 0
 
-    def _on_hello(self, link: Link, body: memoryview) -> None:
-        """The first frame of an accepted link; a wrong one closes it. Nothing is unpickled."""
-        if len(body) != _HELLO.size:
-            raise ProtocolError("the greeting has the wrong length")
-        magic, version, uid, token = _HELLO.unpack(body)
-        if magic != _MAGIC or not hmac.compare_digest(token, self._token):
-            raise ProtocolError("the greeting does not belong to this run")
-        if version != PROTOCOL_VERSION:
-            raise ProtocolError(f"protocol version {version}, this is {PROTOCOL_VERSION}")
-        link.peer_uid = uid
-        link.trusted = True
-        old = self.links.get(uid)
-        if old is None or old.closed:
-            self._set_process_link(uid, link)
-
     def on_link_closed(self, link: Link, why: str) -> None:
         """Cancel what that caller asked of us; our calls to it await the supervisor's word."""
-        self._all_links.discard(link)
+        self._lanes.forget(link)
         for actor in list(self.locals.values()):
             actor.caller_gone(link)
         node_uid = link.peer_uid
@@ -262,7 +155,7 @@ class Node:
         if peer.lost == incarnation and peer.state == State.UP and not self.closed:
             peer.state = State.DEAD
             peer.death = (f"the link to its process broke: {why}", None, "")
-            self._fail_calls(peer, peer.died(), unsent_too=True)
+            self._fail_calls(peer, unsent_too=True)
 
     # ---- what the hub says --------------------------------------------------------------------
 
@@ -274,7 +167,7 @@ class Node:
         return peer
 
     def agent_peer(self, uid: int) -> Peer:
-        """The agent of actor process `uid`: not in the directory, kept under the negative number."""
+        """The agent of actor process `uid`; not in the directory, kept under `-uid`."""
         agent = self.peers.get(-uid)
         if agent is None:
             agent = self.peers[-uid] = Peer(AGENT, f"agent of #{uid}", self.in_flight_max)
@@ -299,16 +192,16 @@ class Node:
             peer.death = None
             peer.link = self.links.get(peer.node_uid)
             peer.lost = 0
-            self._drain(peer)
+            self.drain(peer)
         elif notice.state in (State.DEAD, State.RESTARTING):
             peer.link = None
             peer.death = (notice.reason, notice.exit_code, notice.stderr_tail)
-            self._fail_calls(peer, peer.died(), unsent_too=notice.state == State.DEAD)
+            self._fail_calls(peer, unsent_too=notice.state == State.DEAD)
             if notice.node_uid == notice.uid:
                 agent = self.peers.pop(-notice.uid, None)
                 if agent is not None:
                     agent.death = peer.death
-                    self._fail_calls(agent, peer.died(), unsent_too=True)
+                    self._fail_calls(agent, unsent_too=True)
                 self._drop_process(notice.uid)
 
     def _drop_process(self, node_uid: int) -> None:
@@ -317,12 +210,12 @@ class Node:
             del self.links[node_uid]
             link.close()
 
-    def _fail_calls(self, peer: Peer, error: ActorDied, *, unsent_too: bool) -> None:
+    def _fail_calls(self, peer: Peer, *, unsent_too: bool) -> None:
         """End the calls that were in flight to a dead process (at most once: none is resent)."""
         for call in [c for c in self.pending.values() if c.peer is peer]:
             if call.frame is None or unsent_too or not call.waits_when_down:
-                self._forget(call)
-                call.fail(_copy_of(error))
+                self.forget(call)
+                call.fail(peer.died())
 
     # ---- calling ------------------------------------------------------------------------------
 
@@ -393,7 +286,7 @@ class Node:
                     "nobody listens at its address",
                 )  # fmt: skip
             else:
-                self._drain(peer)
+                self.drain(peer)
         elif not peer.state and self.resolve is not None:
             peer.state = State.STARTING
             task = self.loop.create_task(self._resolve(peer))
@@ -407,11 +300,11 @@ class Node:
         except ActorError as error:
             peer.state = State.DEAD
             peer.death = (str(error), None, "")
-            self._fail_calls(peer, peer.died(), unsent_too=True)
+            self._fail_calls(peer, unsent_too=True)
         else:
             self.note(notice)
 
-    def _drain(self, peer: Peer) -> None:
+    def drain(self, peer: Peer) -> None:
         """Send what waits, as far as the limit allows."""
         waiting = peer.waiting
         if waiting and peer.link is None:
@@ -424,7 +317,7 @@ class Node:
             peer.waiting_live -= 1
             self._send(peer, peer.link, call)
 
-    def _forget(self, call: Pending) -> None:
+    def forget(self, call: Pending) -> None:
         """Take a call out of the tables; it gets its end from the caller of this."""
         if self.pending.pop(call.call_id, None) is None:
             return
@@ -435,7 +328,7 @@ class Node:
         if call.frame is None:
             peer.in_flight -= 1
             if peer.waiting_live:
-                self._drain(peer)
+                self.drain(peer)
         elif not call.abandoned:
             call.abandoned = True
             peer.waiting_live -= 1
@@ -457,7 +350,7 @@ class Node:
         if call is None:
             return
         sent, link, uid = call.frame is None, call.peer.link, call.peer.uid
-        self._forget(call)
+        self.forget(call)
         if sent and link is not None:
             link.send(pack(Kind.CANCEL, call_id, uid))
 
@@ -479,17 +372,18 @@ class Node:
         head = HEADER.unpack_from(frame)
         kind = head[1]
         if not link.trusted:
-            if kind != Kind.HELLO:
-                raise ProtocolError("the first frame is not a greeting")
-            self._on_hello(link, frame[HEADER_BYTES:])
-        elif kind == _RESULT or kind == _ERROR:
-            self._on_answer(link, head, frame)
+            uid = self._lanes.admit(link, kind, frame[HEADER_BYTES:])
+            old = self.links.get(uid)
+            if old is None or old.closed:
+                self._set_process_link(uid, link)
+        elif kind in (_RESULT, _ERROR):
+            self._answers.on_answer(link, head, frame)
         elif kind <= Kind.STREAM:
             self._on_call(link, head, frame)
         elif kind == Kind.ITEM:
-            self._on_item(link, head, frame)
+            self._answers.on_item(link, head, frame)
         elif kind == Kind.DONE:
-            self._on_done(head[4])
+            self._answers.on_done(head[4])
         elif kind == Kind.ACK:
             link.kept.pop((head[4], head[5], 1 if head[2] & Flag.REPLY else 0), None)
         elif kind == Kind.CANCEL:
@@ -502,79 +396,6 @@ class Node:
                 actor.credit(link, head[4], head[10])
         else:
             raise ProtocolError(f"unknown kind of frame {kind}")
-
-    def _on_answer(self, link: Link, head: tuple[int, ...], frame: memoryview) -> None:
-        if faults.hook is not None:
-            faults.hook("reply.received")
-        call_id, flags = head[4], head[2]
-        call = self.pending.pop(call_id, None)
-        if call is None:
-            self.late_replies += 1
-            if flags & _REFS:
-                self._ack_reply(link, call_id, 0)
-            return
-        if call.timer is not None:
-            call.timer.cancel()
-        peer = call.peer
-        peer.in_flight -= 1
-        if head[1] == _ERROR:
-            call.fail(self.codec.decode_error(frame[HEADER_BYTES:]))
-        elif not head[9] and not head[3]:
-            call.settle(None)
-        else:
-            self._settle(link, call, head, frame, 0)
-        if peer.waiting_live:
-            self._drain(peer)
-
-    def _settle(
-        self, link: Link, call: Pending, head: tuple[int, ...], frame: memoryview, item: int
-    ) -> None:
-        """Unpickle an answer or a stream's item and hand it over."""
-        flags = head[2]
-        try:
-            if not head[3] and not flags:
-                value = self.codec.decode(frame[HEADER_BYTES:])
-            else:
-                parts = parse(head, frame)
-                value = self.codec.decode(parts.body, flags, parts.buffers, parts.inline)
-        except ProtocolError:
-            raise
-        except Exception as error:  # a user's class refuses to be unpickled: the caller hears it
-            failure = NotSerializable(
-                f"the answer of {call.label} cannot be unpickled here:"
-                f" {type(error).__name__}: {error}"
-            )
-            failure.__cause__ = error
-            if item:
-                self.abandon(call.call_id)
-            call.fail(failure)
-        else:
-            if faults.hook is not None:
-                faults.hook("reply.decoded")
-            if item:
-                call.item(value)
-            else:
-                call.settle(value)
-        if flags & _REFS:
-            self._ack_reply(link, call.call_id, item)
-
-    def _ack_reply(self, link: Link, call_id: int, item: int) -> None:
-        link.send(pack(Kind.ACK, call_id, item, flags=Flag.REPLY))
-        if faults.hook is not None:
-            faults.hook("reply.acked")
-
-    def _on_item(self, link: Link, head: tuple[int, ...], frame: memoryview) -> None:
-        call = self.pending.get(head[4])
-        if call is not None:
-            self._settle(link, call, head, frame, head[5])
-        elif head[2] & _REFS:
-            self._ack_reply(link, head[4], head[5])
-
-    def _on_done(self, call_id: int) -> None:
-        call = self.pending.get(call_id)
-        if call is not None:
-            self._forget(call)
-            call.settle(None)
 
     def _on_call(self, link: Link, head: tuple[int, ...], frame: memoryview) -> None:
         if faults.hook is not None:
@@ -589,9 +410,7 @@ class Node:
         error = NoSuchActor(f"no actor #{head[5]} lives in process {os.getpid()}")
         self.reply(link, Kind.ERROR, head[4], self.codec.encode_error(error))
 
-    def reply(
-        self, link: Link, kind: Kind, call_id: int, encoded: Encoded, item: int = 0
-    ) -> None:
+    def reply(self, link: Link, kind: Kind, call_id: int, encoded: Encoded, item: int = 0) -> None:
         """Send an answer; its refs are kept until the caller has them."""
         if link.closed:
             return
@@ -622,30 +441,8 @@ class Node:
         for task in self._resolving:
             task.cancel()
         for call in list(self.pending.values()):
-            self._forget(call)
+            self.forget(call)
             call.fail(RuntimeClosed(f"{call.label}: the runtime ended before the answer came"))
-        for link in [*self._all_links, self._loopback]:
-            link.close()
+        self._lanes.close()
+        self._loopback.close()
         self.links.clear()
-        if self._listener is not None:
-            self._listener.close()
-
-
-def _copy_of(error: ActorDied) -> ActorDied:
-    """A fresh one for each caller: tracebacks grow on the object that is raised."""
-    return ActorDied(error.actor, error.reason, error.exit_code, error.stderr_tail)
-
-
-def timeout_ns_of(timeout_s: float | None, deadline_ns: int) -> tuple[float | None, int]:
-    """Combine a call's own timeout with the inherited deadline: (seconds, ns), (None, 0) if none.
-
-    Raises CallTimeout when the inherited deadline has passed already.
-    """
-    if deadline_ns:
-        left_s = (deadline_ns - time.monotonic_ns()) / 1e9
-        if left_s <= 0:
-            raise CallTimeout("the deadline of the call that makes this call has passed")
-        timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-    if timeout_s is None:
-        return None, 0
-    return timeout_s, max(1, int(timeout_s * 1e9))

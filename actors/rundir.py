@@ -6,10 +6,12 @@ debris. Called by `runtime` in the driver and by `top` from outside.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import shutil
+import socket
 import stat
 from pathlib import Path
 
@@ -91,12 +93,19 @@ def sweep() -> list[str]:
         except BlockingIOError:
             continue
         else:
-            if not any(path.glob("a*.sock")):  # a detached actor may listen there still
+            if not any(map(_listens, path.glob("a*.sock"))):  # no detached actor lives there
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(path.name)
         finally:
             os.close(lock)
     return removed
+
+
+def _listens(path: Path) -> bool:
+    """True when a process accepts links at this socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(path)) in (0, errno.EAGAIN)
 
 
 def status_socket(name: str) -> Path:

@@ -19,11 +19,13 @@ from .context import ActorContext
 from .errors import RuntimeClosed, UsageError
 from .hub import Hub
 from .mailbox import LocalActor
-from .node import AGENT, IN_FLIGHT_MAX, Node, State
+from .node import IN_FLIGHT_MAX, Node
+from .peers import AGENT, State
 from .placement import Book
+from .records import Event, RunConfig
 from .rundir import RunDir, check_name
 from .spawn import Spawner
-from .supervisor import STOP_TIMEOUT_S, Event, RunConfig, Supervisor
+from .supervisor import STOP_TIMEOUT_S, Supervisor
 
 __all__ = ["Runtime", "run"]
 
@@ -91,9 +93,7 @@ class Runtime(Client):
     def _open(self) -> None:
         assert self._rundir is not None
         loop = asyncio.get_running_loop()
-        spawner = Spawner(
-            loop, self._on_exit, ["shmstore"] if self._store_option is not None else []
-        )
+        spawner = self._make_spawner(loop)
         spawner.start()  # first: it warms up on another core while we go on
         self._spawner = spawner
         store = self._open_store()
@@ -111,12 +111,15 @@ class Runtime(Client):
         self._supervisor = Supervisor(node, self._rundir, self._book, config, spawner)
         self._supervisor.on_escalation = self._on_escalation
         super().__init__(node, store)
-        context = ActorContext(
-            name="hub", uid=AGENT, incarnation=1, handle=self.hub, runtime=self
-        )
+        context = ActorContext(name="hub", uid=AGENT, incarnation=1, handle=self.hub, runtime=self)
         node.locals[AGENT] = LocalActor(node, Hub(node, self._supervisor), context, cycles=False)
         hub = node.peer(AGENT, "hub")
         hub.state, hub.link = State.UP, node.links[AGENT]
+
+    def _make_spawner(self, loop: asyncio.AbstractEventLoop) -> Spawner:
+        """What starts processes; `actors.testing` has another."""
+        preload = ["shmstore"] if self._store_option is not None else []
+        return Spawner(loop, self._on_exit, preload)
 
     def _open_store(self) -> Any:
         option = self._store_option

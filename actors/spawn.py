@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import RuntimeClosed, UsageError
-from .template import REQUEST_BYTES_MAX
+from .template import REQUEST_BYTES_MAX, kill_group
 
 __all__ = ["Spawner", "import_hints"]
 
@@ -142,6 +142,10 @@ class Spawner:
             self._pids.discard(pid)
             self._loop.call_soon(self._on_exit, pid, None)
 
+    def kill_group(self, pid: int) -> None:
+        """SIGKILL to an actor and everything that it started."""
+        kill_group(pid)
+
     async def close(self) -> None:
         """End the template; what it forked and is not detached ends with it."""
         if self._sock is None or self._process is None:
@@ -224,9 +228,6 @@ def _has_other_finder(name: str) -> bool:
             continue
         if type(finder).__module__.startswith("_pytest"):
             continue
-        try:
-            if finder.find_spec(name, None) is not None:
-                return True
-        except Exception:  # a foreign finder that objects to being asked does not claim it
-            continue
+        if finder.find_spec(name, None) is not None:
+            return True
     return False

@@ -1,8 +1,8 @@
 """Who lives, who dies, who comes back: the run's table of actors.
 
-Owns every actor's record: its process, its place, its restarts, its owner. Lives in the driver; used
-by `hub` and `runtime` on the driver's loop. Semantics are Erlang's: an actor may die `max` times
-within a window, beyond that it stays dead and its owner is told, by being killed if it is an actor.
+Owns every actor's record: its process, its place, its restarts, its owner. Lives in the driver;
+used by `hub` and `runtime` on the driver's loop. Semantics are Erlang's: an actor may die `max`
+times within a window; beyond that it stays dead, and its owner is told: an actor by being killed.
 
 What it promises: a death is announced to every process once, with reason, exit code and the last
 lines of stderr; an actor's children die with it; nothing is left of a process group.
@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +36,16 @@ from .errors import (
 )
 from .handle import agent_method
 from .logs import LogPump, make_pipe
-from .node import AGENT, Notice, State
+from .peers import Notice, State
 from .placement import Book, Placement
+from .records import Event, Record, RunConfig, Spec, reason_of
 from .rundir import RunDir, check_name
 
 if TYPE_CHECKING:
     from .node import Node
     from .spawn import Spawner
 
-__all__ = ["ACTORS_MAX", "Event", "Restart", "Spec", "Supervisor"]
+__all__ = ["ACTORS_MAX", "Supervisor"]
 
 log = logging.getLogger("actors")
 
@@ -53,134 +53,10 @@ log = logging.getLogger("actors")
 ACTORS_MAX = 4096
 # Dead ones that are remembered, so that a late caller hears why.
 DEAD_REMEMBERED_MAX = 1024
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
 # Between the agent's word that it is done and the end of its process.
-EXIT_WAIT_S = 3.0
+EXIT_WAIT_S = 1.0
 EVENTS_WAITING_MAX = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Start again after a death, at most `max` times within `within` seconds."""
-
-    max: int = 3
-    within: float = 60.0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.max, int) or self.max < 0:
-            raise UsageError(f"Restart(max=...) is a whole number from 0 on, got {self.max!r}")
-        if not self.within > 0:
-            raise UsageError(f"Restart(within=...) is a positive time in s, got {self.within!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What happened to an actor.
-
-    `kind`: started, died, restarted, gave_up (too many deaths in the window), stopped.
-    """
-
-    kind: str
-    name: str
-    uid: int
-    incarnation: int
-    pid: int
-    reason: str = ""
-    exit_code: int | None = None
-    stderr_tail: str = ""
-    time_s: float = field(default_factory=time.time)
-
-    @property
-    def final(self) -> bool:
-        """No other event of this actor will follow."""
-        return self.kind in ("stopped", "gave_up") or (self.kind == "died" and not self.restarts)
-
-    restarts: bool = False  # died, and will be started again
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Everything that is needed to start an actor, and to start it again."""
-
-    name: str
-    class_name: str
-    methods: tuple[tuple[str, int], ...]
-    blob: Blob
-    restart: Restart | None = None
-    gpus: int = 0
-    cpus: int = 0
-    env: tuple[tuple[str, str], ...] = ()
-    cwd: str | None = None
-    log: str | None = None
-    memory_bytes: int = 0
-    detached: bool = False
-    rank: int = 0
-    size: int = 1
-    sys_path: tuple[str, ...] = ()
-    hints: tuple[tuple[str, str | None], ...] = ()
-    group: str = ""  # name of a reservation
-
-
-class Record:
-    """One actor, over all its incarnations."""
-
-    def __init__(self, uid: int, spec: Spec, owner_uid: int) -> None:
-        self.uid = uid
-        self.spec = spec
-        self.owner_uid = owner_uid
-        self.node_uid = uid
-        self.state = State.STARTING
-        self.incarnation = 0
-        self.pid = 0
-        self.address = ""
-        self.started_s = time.time()
-        self.restarts = 0
-        self.placement = Placement()
-        self.book: Book | None = None
-        self.deaths: deque[float] = deque()
-        self.doom = ""  # reason that we give for a kill of ours
-        self.final = False  # do not start it again
-        self.stopping = False
-        self.exit: asyncio.Future[None] | None = None  # of this incarnation
-        self.pumps: list[LogPump] = []
-        self.reason = ""
-        self.exit_code: int | None = None
-        self.stderr_tail = ""
-        self.hosted = False
-        self.waiters: list[asyncio.Future[None]] = []  # for the next change of state
-
-    @property
-    def first_start(self) -> bool:
-        """Its first `__init__` has not returned yet: a failure now is the failure of `spawn`."""
-        return self.state == State.STARTING
-
-    @property
-    def alive(self) -> bool:
-        return self.state != State.DEAD
-
-    def notice(self) -> Notice:
-        return Notice(
-            self.uid, self.spec.name, self.state, self.node_uid, self.incarnation, self.address,
-            self.spec.class_name, self.spec.methods, self.pid, self.reason, self.exit_code,
-            self.stderr_tail,
-        )  # fmt: skip
-
-    def event(self, kind: str, *, restarts: bool = False) -> Event:
-        return Event(
-            kind, self.spec.name, self.uid, self.incarnation, self.pid, self.reason,
-            self.exit_code, self.stderr_tail, restarts=restarts,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class RunConfig:
-    """What every actor process of the run is told."""
-
-    token: str
-    arena: str | None
-    in_flight_max: int
-    log_dir: Path | None
-    forward_logs: bool
 
 
 class Supervisor:
@@ -236,7 +112,7 @@ class Supervisor:
             raise SpawnFailed(f"the run has {ACTORS_MAX} actors already, which is the limit")
         uid = self._next_uid
         if not spec.name:
-            spec = _with_name(spec, f"{spec.class_name.lower()}-{uid}")
+            spec = replace(spec, name=f"{spec.class_name.lower()}-{uid}")
         check_name("the name of an actor", spec.name)
         if spec.name in self.names:
             raise NameTaken(f"an actor named {spec.name!r} is alive in this run already")
@@ -315,9 +191,7 @@ class Supervisor:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         pumps, ends = self._make_pumps(record)
         try:
-            record.pid = await self._spawner.fork(
-                self._request(record), [theirs.fileno(), *ends]
-            )
+            record.pid = await self._spawner.fork(self._request(record), [theirs.fileno(), *ends])
             record.pumps = pumps
         except BaseException:
             ours.close()
@@ -403,7 +277,7 @@ class Supervisor:
             pump.drain()
         record.exit_code = exit_code
         record.stderr_tail = "\n".join(record.pumps[1].tail) if record.pumps else ""
-        record.reason = record.doom or _reason_of(exit_code)
+        record.reason = record.doom or reason_of(exit_code)
         if record.exit is not None and not record.exit.done():
             record.exit.set_result(None)
         self._end_dependents(record)
@@ -489,13 +363,8 @@ class Supervisor:
             self.records.pop(self._dead.popleft(), None)
 
     def _kill_group(self, record: Record) -> None:
-        if record.hosted or not record.pid:
-            return
-        for kill in (os.killpg, os.kill):
-            try:
-                kill(record.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        if not record.hosted and record.pid:
+            self._spawner.kill_group(record.pid)
 
     # ---- ending on purpose --------------------------------------------------------------------
 
@@ -617,20 +486,3 @@ class Supervisor:
         task = self._node.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _with_name(spec: Spec, name: str) -> Spec:
-    from dataclasses import replace
-
-    return replace(spec, name=name)
-
-
-def _reason_of(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "its process is gone (exit status unknown)"
-    if exit_code < 0:
-        try:
-            return f"killed by {signal.Signals(-exit_code).name}"
-        except ValueError:
-            return f"killed by signal {-exit_code}"
-    return f"its process exited with status {exit_code}"

@@ -8,6 +8,7 @@ lifeline too: when the driver is gone, it kills every process group that is not 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -18,7 +19,7 @@ import socket
 import sys
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["REQUEST_BYTES_MAX", "kill_group", "main"]
 
 REQUEST_BYTES_MAX = 200 * 1024
 _PR_SET_PDEATHSIG = 1
@@ -100,7 +101,7 @@ class _Template:
             from . import child
 
             status = child.main(request, fds)
-        except BaseException:
+        except BaseException:  # the last frame of the process: say it as an interpreter would
             sys.excepthook(*sys.exc_info())
         finally:
             try:
@@ -119,25 +120,27 @@ class _Template:
             if pid == 0:
                 return
             self._children.pop(pid, None)
+            # What it had started itself: here and not only in the driver, which may be dead.
+            kill_group(pid)
             self._send({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _send(self, message: dict[str, Any]) -> None:
-        try:
+        # A driver that is gone does not hear it: the next poll says so, and ends us.
+        with contextlib.suppress(OSError):
             self._sock.send(json.dumps(message).encode())
-        except OSError:
-            pass  # the driver is gone: the next poll says so, and ends us
 
     def _kill_all(self) -> None:
         """The driver is gone: take everything of the run with it."""
         for pid, detached in self._children.items():
             if not detached:
-                _kill_group(pid)
+                kill_group(pid)
         for pid, detached in self._children.items():
             if not detached:
                 os.waitpid(pid, 0)
 
 
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
+    """SIGKILL to a process and its group; no error when they are gone."""
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from . import faults
 from .errors import ProtocolError, QueueFull
 from .messages import FRAME_BYTES_MAX, HEADER_BYTES
 
@@ -88,7 +89,7 @@ class UnixLink:
     # ---- out ----------------------------------------------------------------------------------
 
     def send(self, frame: bytes) -> None:
-        if self.closed:
+        if self.closed or (faults.outgoing is not None and held_back(self, self._loop, frame)):
             return
         self._out_bytes += len(frame)
         if self._out_bytes > LINK_QUEUE_BYTES_MAX:
@@ -228,6 +229,17 @@ class UnixLink:
         self.kept.clear()
 
 
+def held_back(link: Link, loop: asyncio.AbstractEventLoop, frame: bytes) -> bool:
+    """True when a test loses this frame, or sends it later."""
+    assert faults.outgoing is not None
+    fate = faults.outgoing(frame)
+    if not fate:
+        return False
+    if fate != faults.DROP:
+        loop.call_later(fate, link.send, frame)
+    return True
+
+
 class LoopbackLink:
     """From a process to itself: the same frames, no socket, still one turn of the loop apart."""
 
@@ -240,8 +252,9 @@ class LoopbackLink:
         self._owner = owner
 
     def send(self, frame: bytes) -> None:
-        if not self.closed:
-            self._loop.call_soon(self._deliver, frame)
+        if self.closed or (faults.outgoing is not None and held_back(self, self._loop, frame)):
+            return
+        self._loop.call_soon(self._deliver, frame)
 
     def _deliver(self, frame: bytes) -> None:
         if not self.closed:

@@ -7,8 +7,8 @@ the producer's clock and the ref of the next one. CLOCK_MONOTONIC is one clock f
 
 What is inside the clock: reserving the next object, writing the payload, the seal, the wake-up,
 `get`, one byte of every page. After each object the consumer answers through a pipe, outside the
-clock, and goes back into `get`. *Waiting*: the consumer sleeps in the kernel (no spinning) and the
-producer pauses long enough between two objects for it to fall asleep. *Spinning*: it spins.
+clock, and goes back into `get`; the producer, whom the answer has to wake, goes on. *Waiting*: the
+consumer sleeps in the kernel as soon as it finds the object unsealed. *Spinning*: it spins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 HEAD = struct.Struct("<q24s?")
 ELAPSED = struct.Struct("<q")
-PAUSE_S = 400e-6  # longer than the consumer needs to fall asleep again
 WARM_UP = 20
 WAIT_S = 30.0
 
@@ -69,7 +68,6 @@ def _produce(
     """Hands over `draft` and n - 1 objects after it; ns of each."""
     elapsed_ns = []
     for turn in range(n):
-        time.sleep(PAUSE_S)
         begin = time.perf_counter_ns()
         following = store.build(value.nbytes)
         head = HEAD.pack(begin, bytes(following.ref), turn == n - 1)

@@ -30,8 +30,8 @@ SMALL_PUTS = 10_000
 # (batch, rounds) by size
 ROUNDS = {
     KIB: (64, 400),
-    64 * KIB: (32, 200),
-    MIB: (8, 100),
+    64 * KIB: (8, 300),
+    MIB: (1, 300),
     64 * MIB: (1, 25),
     GIB: (1, 7),
 }

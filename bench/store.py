@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import floors, handover, objects, reclaim, session_workload
+from bench import copies, floors, handover, objects, reclaim, session_workload
 from bench.arenas import arena
-from bench.objects import GIB, KIB, MIB, touch
+from bench.objects import KIB, MIB
 from bench.peers import ROOT, run_worker, run_workers
 from bench.report import (
     BenchArgs,
@@ -28,9 +28,7 @@ from bench.report import (
     Samples,
     at_most,
     collect,
-    interleave,
     lap,
-    pin,
     size_name,
 )
 from shmstore import ObjectRef, Store
@@ -38,8 +36,6 @@ from shmstore import ObjectRef, Store
 PEERS_HERE = ("shared_memory", "raw_file")
 PEERS_INSTALLED = ("lmdb", "iceoryx2", "ray")
 MANY = 100_000
-NEAR_MEMCPY = 1 / 0.97
-POOL_GAIN = 1 / 1.5
 
 
 class Shmrl:
@@ -117,44 +113,9 @@ def small_put_rows(report: Report) -> None:
 
 def copy_rows(report: Report) -> None:
     """Large puts against memcpy in the same rounds: on one core, then with the pool on all."""
-    sizes = (64 * MIB,) if report.args.quick else (64 * MIB, GIB)
-    everywhere = os.sched_getaffinity(0)
-    for size_bytes in sizes:
-        rounds = 15 if size_bytes < GIB else 7
-        source = np.full(size_bytes, 7, dtype=np.uint8)
-        with arena(size_bytes + 64 * MIB) as store, floors.warm_mapping(size_bytes) as target:
-            put = _timed_put(store, source)
-            work = f"put {size_name(size_bytes)}, warm"
-            for where, goal in (("one core", NEAR_MEMCPY), ("all cores", POOL_GAIN)):
-                if where == "one core":
-                    pin(0)
-                else:
-                    os.sched_setaffinity(0, everywhere)
-                    if len(everywhere) < 2:
-                        report.remark("one core only: the pool of copying threads cannot gain")
-                        continue
-                memcpy = floors.memcpy(target, source)
-                taken = interleave({"shmrl": put, "floor: memcpy": memcpy}, rounds)
-                floor = ("floor: memcpy", taken["floor: memcpy"])
-                report.add(
-                    taken["shmrl"].row(
-                        f"{work}, {where}", "shmrl", against=floor, goals=(at_most(goal, "ratio"),)
-                    ),
-                    floor[1].row(f"{work}, {where}", floor[0]),
-                )
-
-
-def _timed_put(store: Store, source: objects.Bytes) -> Callable[[], float]:
-    def put() -> float:
-        begin = time.perf_counter_ns()
-        ref = store.put(source)
-        elapsed_ns = time.perf_counter_ns() - begin
-        if touch(store.get(ref)) != 7:
-            raise AssertionError("the store gave back other bytes")
-        store.free(ref)
-        return elapsed_ns
-
-    return put
+    report.add(*copies.rows(report.args.quick))
+    if len(os.sched_getaffinity(0)) < 2:
+        report.remark("one core only: the pool of copying threads cannot gain")
 
 
 def hand_over_rows(report: Report) -> None:

@@ -183,11 +183,14 @@ nb::object put_parts(StoreCore& core, nb::handle head, nb::handle parts, nb::han
   std::vector<SourceBuffer> sources;
   for (nb::handle part : parts) sources.emplace_back(part);
   const SourceBuffer header(head);
+  if (header.size() < sizeof(ValueHeader)) raise("BadValue", "the head is no value header");
   std::size_t payload_bytes = 0;
   for (const SourceBuffer& source : sources) payload_bytes += source.size();
   Draft draft = reserve(target, header.size() + payload_bytes);
   std::byte* at = draft.data();
   std::memcpy(at, header.data(), header.size());
+  const std::uint64_t stated_bytes = payload_bytes;  // the caller's header leaves the length open
+  std::memcpy(at + offsetof(ValueHeader, payload_bytes), &stated_bytes, sizeof(stated_bytes));
   at += header.size();
   for (const SourceBuffer& source : sources) {
     if (source.size() > 0) copy_payload(at, source.data(), source.size());

@@ -357,17 +357,13 @@ PyObject* draft_seal(PyObject* self, PyObject*) {
     const bool parsed = read_header(object->data, static_cast<std::uint64_t>(object->size), header);
     const Ref ref = object->draft.ref();
     Hold hold;
-    shmrl::Store& store = store_of_draft(object);
-    const Status status =
-        store.seal(object->draft, object->unattached ? &hold : nullptr, object->parent);
+    Pin* keep = object->view != nullptr ? &object->kept : nullptr;
+    const Status status = store_of_draft(object).seal(
+        object->draft, object->unattached ? &hold : nullptr, object->parent, keep);
 
     if (status == Status::freed) object->dropped = true;
     require(status);
     object->sealed = true;
-    if (object->view != nullptr) {
-      const Status pinned = store.pin(ref, Wait{}, object->kept);
-      if (pinned != Status::freed) require(pinned);
-    }
     return new_ref(ref, std::move(hold),
                    parsed ? static_cast<std::int64_t>(header.payload_bytes) : object->size);
   });

@@ -26,6 +26,13 @@ namespace {
 constexpr std::size_t kPoolBytesMin = 8u << 20;  // below, waking a thread costs more than it saves
 constexpr std::size_t kPieceBytes = 2u << 20;    // what a thread takes at a time
 constexpr std::size_t kStreamBytesMin = 16u << 20;  // above half a last-level cache
+// Also smaller copies bypass the cache when their destination is not in it: a plain store would
+// first read the line from memory. Cycling through 1.5 GiB in pieces of 384 KiB: 15 µs instead
+// of 24.
+constexpr std::size_t kColdBytesMin = 128u << 10;
+constexpr std::uint64_t kCacheBytes = 8u
+                                      << 20;  // written since: beyond this it is not there any more
+constexpr std::size_t kRecentMax = 16;
 constexpr unsigned kThreadsMax = 4;
 
 #if defined(__x86_64__)
@@ -67,6 +74,39 @@ void copy_piece(std::byte* to, const std::byte* from, std::size_t size, bool str
     stream_copy(to, from, size);
   else
     std::memcpy(to, from, size);
+}
+
+// Where this thread has copied to lately. A block that is freed and put again (the allocator is
+// last in, first out) is still in the cache, and then plain stores are faster than streaming ones.
+class Recent {
+ public:
+  // Whether `to` is probably cached; remembers it.
+  bool hot(const std::byte* to, std::size_t size) noexcept {
+    written_ += size;
+    for (Entry& entry : entries_) {
+      if (entry.to != to) continue;
+      bool const near = written_ - entry.at <= kCacheBytes + size;
+      entry.at = written_;
+      return near;
+    }
+    entries_[next_++ % kRecentMax] = {to, written_};
+    return false;
+  }
+
+ private:
+  struct Entry {
+    const std::byte* to;
+    std::uint64_t at;
+  };
+  Entry entries_[kRecentMax] = {};
+  std::uint64_t written_ = 0;
+  std::size_t next_ = 0;
+};
+
+bool should_stream(const std::byte* to, std::size_t size) noexcept {
+  static thread_local Recent recent;
+  if (size >= kStreamBytesMin) return true;
+  return size >= kColdBytesMin && !recent.hot(to, size);
 }
 
 // One copy at a time uses the pool; a second caller meanwhile copies alone.
@@ -170,7 +210,7 @@ void copy_in(void* destination, const void* source, std::size_t size, unsigned t
   if (size == 0) return;
   if (threads == 0) threads = std::clamp(std::thread::hardware_concurrency(), 1u, kThreadsMax);
   threads = std::min(threads, kThreadsMax);
-  bool const stream = size >= kStreamBytesMin;
+  bool const stream = should_stream(to, size);
   if (threads > 1 && size >= kPoolBytesMin &&
       Pool::instance().copy(to, from, size, threads, stream))
     return;

@@ -31,6 +31,10 @@ class Sort(enum.StrEnum):
     TABLE = "table"
 
 
+# Headers of streams that come in parts; the core fills in the length.
+STREAM_HEADS = {sort.value: headers.pack(Kind.ARROW, 0, text=sort.value) for sort in Sort}
+
+
 def _pyarrow() -> ModuleType:
     try:
         return importlib.import_module("pyarrow.ipc") and sys.modules["pyarrow"]

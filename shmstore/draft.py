@@ -10,6 +10,7 @@ itself becomes read-only at the seal.
 
 from __future__ import annotations
 
+import functools
 import math
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -32,14 +33,14 @@ class Draft:
         self._name = handle.ref
         self._ref: ObjectRef | None = None
         buffer = memoryview(handle.view())
-        buffer[: len(header)] = header
-        payload = buffer[len(header) :]
+        n_header = len(header)
+        buffer[:n_header] = header
         self._array: Any = None
         self._tensor: Any = None
         if isinstance(view.dtype, np.dtype):
-            self._array = np.ndarray(view.shape, view.dtype, buffer=payload)
+            self._array = np.ndarray(view.shape, view.dtype, buffer, n_header)
         else:
-            self._tensor = tensors.tensor_over(payload, view.dtype, view.shape)
+            self._tensor = tensors.tensor_over(buffer[n_header:], view.dtype, view.shape)
 
     @property
     def array(self) -> np.ndarray[Any, Any]:
@@ -103,6 +104,7 @@ class _ArrayPlan:
     """Shape and dtype of a draft, checked: numpy's dtype, or the name of a torch dtype."""
 
     def __init__(self, shape: int | tuple[int, ...], dtype: Any) -> None:
+        self._header: tuple[bytes, int] | None = None
         self.shape = _checked_shape(shape)
         torch = tensors.torch_if_imported()
         self.dtype: np.dtype[Any] | str
@@ -115,6 +117,11 @@ class _ArrayPlan:
 
     def header(self) -> tuple[bytes, int]:
         """(header, payload bytes)."""
+        if self._header is None:
+            self._header = self._packed()
+        return self._header
+
+    def _packed(self) -> tuple[bytes, int]:
         payload_bytes = math.prod(self.shape) * self.itemsize
         if isinstance(self.dtype, str):
             packed = headers.pack(Kind.TENSOR, payload_bytes, shape=self.shape, text=self.dtype)
@@ -144,8 +151,22 @@ def _checked_dtype(dtype: Any) -> np.dtype[Any]:
     return checked
 
 
+# A loop builds the same shape again and again, and a plan costs ten times what a reservation does.
+_PLANS_MAX = 256
+_cached_plan = functools.lru_cache(maxsize=_PLANS_MAX, typed=True)(_ArrayPlan)
+
+
 def plan(shape: int | tuple[int, ...], dtype: Any) -> _ArrayPlan:
     """Check what a draft will be; BadValue and NotStorable say what is wrong with it."""
+    # To the cache True equals 1, and dtypes are equal that differ in metadata: only what is plain.
+    plain_shape = type(shape) is int or (
+        type(shape) is tuple and all(type(dim) is int for dim in shape)
+    )
+    plain_dtype = isinstance(dtype, (str, type)) or (
+        isinstance(dtype, np.dtype) and dtype.fields is None and dtype.metadata is None
+    )
+    if plain_shape and plain_dtype:
+        return _cached_plan(shape, dtype)
     return _ArrayPlan(shape, dtype)
 
 

@@ -23,7 +23,6 @@ from typing import Any, Self
 from . import _core, arrow, codec, device, draft, headers, sessions, usage
 from ._core import ObjectRef
 from .errors import BadValue, NotThereYet
-from .headers import Kind
 
 DIRECTORY = "/dev/shm"
 OBJECTS_DEFAULT = 1 << 20
@@ -165,13 +164,12 @@ class Store(_core.StoreCore):
         pyarrow's writer. `sort`: "batch", "table", "array" or "chunked" (the last two: one
         column)."""
         try:
-            text = arrow.Sort(sort).value
-        except ValueError:
+            head = arrow.STREAM_HEADS[sort]
+        except (KeyError, TypeError):
             raise BadValue(
                 f"sort must be one of {[s.value for s in arrow.Sort]}, not {sort!r}"
             ) from None
-        n_bytes = sum(memoryview(part).nbytes for part in parts)
-        head = headers.pack(Kind.ARROW, n_bytes, text=text)
+
         return self.put_parts(head, parts, session, timeout, parent)
 
     def buffer(self, ref: ObjectRef, timeout: float | None = None) -> memoryview:
@@ -205,22 +203,14 @@ def _limit(what: str, value: int, most: int) -> int:
     if not 0 <= value <= most:
         raise BadValue(f"{what} must be between 1 and {most}, not {value}")
     return value
-
-
 def _spin(seconds: float) -> float:
     if not isinstance(seconds, (int, float)) or not 0 <= seconds <= SPIN_S_MAX:
         raise BadValue(f"spin_s must be between 0 and {SPIN_S_MAX} seconds, not {seconds!r}")
     return float(seconds)
-
-
 def _encode(value: object, allow_pickle: bool) -> Any:
     return codec.encode(value, allow_pickle=allow_pickle)
-
-
 def _decode(whole: memoryview, allow_pickle: bool) -> Any:
     return codec.decode(whole, allow_pickle=allow_pickle)
-
-
 _core.register_hooks(
     encode=_encode,
     decode=_decode,
@@ -228,5 +218,4 @@ _core.register_hooks(
     store_full=usage.store_full,
     entry=sessions.Entry,
 )
-
 __all__ = ["Store"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -26,13 +27,22 @@ def imported_modules_are_not_garbage() -> None:
     gc.freeze()
 
 
+def is_multiprocessing_helper(child: psutil.Process) -> bool:
+    """The resource tracker, which multiprocessing starts once and keeps for this process's life."""
+    with suppress(psutil.NoSuchProcess):
+        return any("resource_tracker" in word for word in child.cmdline())
+    return False
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail the test that leaves a child process or an arena of its own."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     children = [
-        child for child in psutil.Process().children(recursive=True) if child.pid not in before
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.pid not in before and not is_multiprocessing_helper(child)
     ]
     _, alive = psutil.wait_procs(children, timeout=CHILD_EXIT_S_MAX)
     left = [f"{child.pid} {child.name()} {child.status()}" for child in alive]

@@ -40,21 +40,13 @@ LIFECYCLE_MODULES = (
 UPWARD_IMPORTS = {"trainer/cli.py": "`shmrl bench` in a checkout runs the benchmarks, lazily"}
 ENVIRONMENT_READERS = {"actors/child.py": "sets up the environment of the process that it becomes"}
 SLEEPERS = {
-    "actors/child.py": "one turn of the loop, once, so that the last answers leave",
     "trainer/call_pool.py": "one turn of the loop, once, after a process ended by itself",
     "trainer/engine/torch_engine.py": "one turn of the loop before each admission, after an event",
 }
-BROAD_HANDLERS = {
-    "actors/codec.py": "asks whether a foreign error can be pickled and rebuilt: no is an answer",
-    "actors/template.py": "the end of a forked child: its traceback is printed, its status tells",
-}
+BROAD_HANDLERS: dict[str, str] = {}
 PRINTERS: dict[str, str] = {}
 UNIMPORTED = dict.fromkeys(tree.PACKAGES, "being written")
-LONG_FILES = {
-    "actors/mailbox.py": "lanes, calls and streams of one actor are one state machine",
-    "actors/node.py": "links, peers and calls in flight are one state machine",
-    "actors/supervisor.py": "the life of an actor's process is one state machine",
-}
+LONG_FILES = {"csrc/tests/rules.cc": "one executable runs each rule in processes of its own"}
 LONG_FUNCTIONS: dict[str, str] = {}
 PRIVATE_IMPORTS: dict[str, str] = {}
 
@@ -357,7 +349,10 @@ def test_no_path_of_one_machine_is_in_the_tree() -> None:
 
 def test_one_human_language() -> None:
     pattern = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0400-\u04ff]")
-    allowed_folders = ("tests/",)  # tests may check that text of any language passes through
+    allowed_folders = (
+        "tests/",
+        "csrc/tests/",
+    )  # tests may check that text of any language passes through
     problems = {
         f"{tree.name(path)}:{number}": "comments and messages are English"
         for path in tree.text_files()

@@ -65,11 +65,7 @@ def publish(
         blob[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for name, place in places.items():
             blob[place.start : place.stop].view(place.dtype).copy_(tensors[name].reshape(-1))
-    return WeightsVersion(
-        ref_hex=draft.ref.hex(),
-        model_step=model_step,
-        layout={"format": "safetensors", "bytes": size, "tensors": len(places)},
-    )
+    return WeightsVersion(ref=bytes(draft.ref), model_step=model_step, nbytes=size)
 
 
 def load_into(model: Any, store: Store, version: WeightsVersion) -> None:
@@ -78,7 +74,7 @@ def load_into(model: Any, store: Store, version: WeightsVersion) -> None:
     Raises WeightsMismatch, or ObjectFreed of shmstore when the version is gone.
     """
     blob: torch.Tensor = store.get(
-        ObjectRef.from_hex(version.ref_hex), device=None if _on_cpu(model) else model.device
+        ObjectRef.from_bytes(version.ref), device=None if _on_cpu(model) else model.device
     )
     places = _read_layout(blob)
     targets = dict(model.named_parameters())

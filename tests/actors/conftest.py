@@ -1,36 +1,39 @@
-"""Shared by the tests of the actors: no process and no run directory outlives a test."""
+"""Shared by the tests of the actors: no run directory outlives a test."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
+import actors
 from actors.rundir import runs_root
-
-# How long the kernel may take to finish a process that was killed.
-_EXIT_WAIT_S = 5.0
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    """After each test: no child of ours, and no run directory that was not there before."""
+def no_run_left_behind() -> Iterator[None]:
+    """After each test: no run directory that was not there before."""
     before = _runs()
     yield
-    children = psutil.Process().children(recursive=True)
-    psutil.wait_procs(children, timeout=_EXIT_WAIT_S)
-    left = [p.cmdline() for p in children if p.is_running()]
-    assert not left, f"processes left behind: {left}"
     assert _runs() - before == set(), "run directories left behind"
 
 
 def _runs() -> set[str]:
-    from os import getpid
+    return {p.name for p in runs_root().iterdir() if f"-{os.getpid()}-" in p.name}
 
-    return {p.name for p in runs_root().iterdir() if f"-{getpid()}-" in p.name}
+
+async def death_is_known(actor: actors.Handle) -> None:
+    """Call until the calls fail: from then on this process knows that the actor died."""
+    with pytest.raises(actors.ActorDied):
+        await _call_for_ever(actor)
+
+
+async def _call_for_ever(actor: actors.Handle) -> None:
+    while True:
+        await actor.pid()
 
 
 def wait_until_gone(pids: list[int], limit_s: float) -> list[int]:

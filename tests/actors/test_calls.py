@@ -118,9 +118,13 @@ async def test_streams_deliver_items_in_order_then_the_error() -> None:
         assert [x async for x in worker.count.stream(1000)] == list(range(1000))
         assert [x async for x in worker.count_blocking.stream(1000)] == list(range(1000))
         got = []
-        with pytest.raises(ValueError, match="the end is near"):
+
+        async def read() -> None:
             async for x in worker.count_then_fail.stream(3):
                 got.append(x)
+
+        with pytest.raises(ValueError, match="the end is near"):
+            await read()
         assert got == [0, 1, 2]
 
 

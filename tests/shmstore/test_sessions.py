@@ -263,6 +263,9 @@ def test_ids_are_63_bytes_of_utf8_and_everything_else_is_a_bad_name(store: Store
             s.open(bad, owner="o")  # type: ignore[arg-type]
         with pytest.raises(BadName):
             s.open("fine", owner=bad)  # type: ignore[arg-type]
+    for use in (lambda: s.open("x", owner="*"), lambda: s.bind("*"), lambda: s.bind("a", heir="a")):
+        with pytest.raises(BadName):
+            use()
     with pytest.raises(BadValue, match="list of session ids"):
         s.release("abc", owner="o")
     assert len(s) == 1

@@ -283,7 +283,7 @@ def test_weights_swap_between_two_decode_steps_and_each_token_says_which_step_ma
             brake = Brake(engine, at=6)
             task = asyncio.create_task(engine.generate(_endless("r")))
             await brake.reached()
-            swap = asyncio.create_task(engine.load_weights(WeightsVersion("", 7), "in_flight"))
+            swap = asyncio.create_task(engine.load_weights(WeightsVersion(b"", 7), "in_flight"))
             await asyncio.sleep(0)  # the swap's first step: into the worker's inbox
             brake.let_go()
             await swap
@@ -306,7 +306,7 @@ def test_pause_lets_running_sequences_end_under_the_old_weights() -> None:
             brake = Brake(engine, at=4)
             task = asyncio.create_task(engine.generate(_endless("r")))
             await brake.reached()
-            swap = asyncio.create_task(engine.load_weights(WeightsVersion("", 4), "pause"))
+            swap = asyncio.create_task(engine.load_weights(WeightsVersion(b"", 4), "pause"))
             later = asyncio.create_task(engine.generate(request("later", [3, 4])))
             await asyncio.sleep(0)  # both are in the worker's inbox
             brake.let_go()
@@ -325,13 +325,13 @@ def test_prefixes_of_the_old_weights_are_not_used_under_the_new() -> None:
     async def run() -> tuple[Generation, int]:
         async with running("llama", load_weights=negate) as engine:
             await engine.generate(request("a", [3, 4, 5], group="g"))
-            await engine.load_weights(WeightsVersion("", 1), "in_flight")
+            await engine.load_weights(WeightsVersion(b"", 1), "in_flight")
             made = await engine.generate(request("b", [3, 4, 5], group="g"))
             return made, engine.counters.contexts_reused
 
     made, reused = asyncio.run(run())
     model, tokenizer = family("llama")
-    negate(model, WeightsVersion("", 1))
+    negate(model, WeightsVersion(b"", 1))
     assert reused == 0
     assert made.token_ids.tolist() == (
         generate(model, tokenizer, [request("b", [3, 4, 5])])[0].token_ids.tolist()
@@ -346,7 +346,7 @@ def test_weights_that_cannot_be_loaded_fail_the_load_and_not_the_rollouts() -> N
         async with running(load_weights=load) as engine:
             task = asyncio.create_task(engine.generate(_endless("r")))
             with pytest.raises(EngineError, match="no such object"):
-                await engine.load_weights(WeightsVersion("", 3), "in_flight")
+                await engine.load_weights(WeightsVersion(b"", 3), "in_flight")
             assert engine.model_step == 0
             assert len((await task).token_ids) == LONG
 

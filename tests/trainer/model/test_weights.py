@@ -1,0 +1,145 @@
+"""Weights travel as one object, exactly, and never half into a model that they do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from shmstore import ObjectFreed, SessionReleased, Store
+from tests.trainer.model.families import family, request
+from trainer.engine.protocol import WeightsVersion
+from trainer.engine.torch_engine import TorchEngine
+from trainer.errors import EngineError
+from trainer.model_config import EngineConfig
+from trainer.weights import WeightsMismatch, load_into, publish
+
+
+def _changed(model: Any) -> Any:
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value))
+    return model
+
+
+def _published(model: Any, store: Store, step: int = 3, **settings: Any) -> WeightsVersion:
+    store.sessions.open(f"weights-{step}", owner="weights")
+    return publish(model, store, step, session=f"weights-{step}", **settings)
+
+
+def test_every_parameter_arrives_bit_for_bit_and_tied_ones_travel_once(store: Store) -> None:
+    source, target = _changed(family("qwen3_moe")[0]), family("qwen3_moe")[0]
+    version = _published(source, store)
+    load_into(target, store, version)
+    for one, two in zip(source.parameters(), target.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert target.lm_head.weight is target.model.embed_tokens.weight
+    size = sum(value.nbytes for value in source.parameters())
+    assert size <= version.nbytes < size + 20_000
+    assert version.model_step == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types_are_converted_on_the_way_out_and_on_the_way_in(
+    store: Store, dtype: torch.dtype
+) -> None:
+    source = family("llama")[0]
+    half = family("llama")[0].to(dtype)
+    load_into(half, store, _published(source, store, 1))
+    narrow = _published(source, store, 2, dtype=dtype)
+    wide = family("llama")[0]
+    load_into(wide, store, narrow)
+    for one, two, three in zip(
+        source.parameters(), half.parameters(), wide.parameters(), strict=True
+    ):
+        assert torch.equal(one.to(dtype), two)
+        assert torch.equal(one.to(dtype).float(), three)
+
+
+def test_the_object_is_a_safetensors_file(store: Store, tmp_path: Any) -> None:
+    source = family("olmoe")[0]
+    version = _published(source, store)
+    blob = store.get(store.sessions.objects("weights-3")[0].ref)
+    (tmp_path / "weights.safetensors").write_bytes(blob.numpy().tobytes())
+    del blob
+    with safe_open(str(tmp_path / "weights.safetensors"), framework="pt") as stored:
+        assert stored.metadata() == {"model_step": "3"}
+        for name, value in source.named_parameters():
+            assert torch.equal(stored.get_tensor(name), value.detach())
+    assert bytes(store.sessions.objects("weights-3")[0].ref) == version.ref
+
+
+def test_weights_of_another_model_change_nothing(store: Store) -> None:
+    version = _published(family("llama")[0], store)
+    target = family("qwen3_moe")[0]
+    before = [value.detach().clone() for value in target.parameters()]
+    with pytest.raises(WeightsMismatch, match="another model"):
+        load_into(target, store, version)
+    assert all(torch.equal(a, b) for a, b in zip(before, target.parameters(), strict=True))
+
+
+def _safetensors(record: dict[str, Any], data: bytes = b"\0" * 64) -> torch.Tensor:
+    text = json.dumps(record).encode()
+    return torch.frombuffer(
+        bytearray(len(text).to_bytes(8, "little") + text + data), dtype=torch.uint8
+    )
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        torch.zeros(0, dtype=torch.uint8),
+        torch.full((64,), 255, dtype=torch.uint8),
+        _safetensors({"a": {"dtype": "F32", "shape": [400], "data_offsets": [0, 1600]}}),
+        _safetensors({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}),
+        _safetensors({"a": {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}}),
+        _safetensors({"a": {"dtype": "Q9", "shape": [4], "data_offsets": [0, 16]}}),
+        _safetensors({"a": 5}),
+    ],
+)
+def test_bytes_that_are_no_weights_are_an_error(store: Store, blob: torch.Tensor) -> None:
+    ref = store.put(blob)
+    version = WeightsVersion(bytes(ref), 1)
+    with pytest.raises(WeightsMismatch):
+        load_into(family("llama")[0], store, version)
+    del ref
+
+
+def test_a_version_that_is_gone_is_an_error_and_so_is_a_session_that_is_gone(store: Store) -> None:
+    model = family("llama")[0]
+    version = _published(model, store)
+    store.sessions.release(["weights-3"], owner="weights")
+    with pytest.raises(ObjectFreed):
+        load_into(model, store, version)
+    with pytest.raises(SessionReleased):
+        publish(model, store, 4, session="weights-3")
+
+
+def test_an_engine_goes_on_with_published_weights_and_frees_nothing_of_them(store: Store) -> None:
+    learner_model = _changed(family("qwen3_moe")[0])
+    version = _published(learner_model, store, 5)
+    model, tokenizer = family("qwen3_moe")
+
+    async def run() -> None:
+        engine = TorchEngine(
+            model, tokenizer, EngineConfig(), load_weights=lambda m, v: load_into(m, store, v)
+        )
+        try:
+            await engine.load_weights(version, "in_flight")
+            made = await engine.generate(request("r", [4, 5, 6]))
+            assert set(made.model_steps.tolist()) == {5}
+            with pytest.raises(EngineError, match="weights of step 6"):
+                await engine.load_weights(replace(version, ref=b"\0" * 24, model_step=6))
+            assert engine.model_step == 5
+        finally:
+            await engine.aclose()
+
+    asyncio.run(run())
+    for one, two in zip(learner_model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert "weights-5" in store.sessions

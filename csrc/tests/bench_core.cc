@@ -1,8 +1,10 @@
-// What the core costs without Python, next to the machine's own floors, as one JSON object on stdout.
+// What the core costs without Python, next to the machine's own floors, as JSON on stdout:
+// {"rows": [{"work", "subject" ("core" or "floor"), "median_ns", "p99_ns", "n"}, ...]}.
 //
-//   bench_core [--quick]
+//   shmrl_bench_core [--json] [--quick]
 //
-// Times are medians over batches, in nanoseconds unless the key says otherwise. Python's bench reads it.
+// A row's time is that of one operation; medians and 99th percentiles are over batches. Read by
+// `python -m bench store`. Times say little on a busy machine; ratios of rows do.
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -25,31 +27,45 @@ using Clock = std::chrono::steady_clock;
 
 double now_ns() {
   return static_cast<double>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count());
+      std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
+          .count());
 }
 
-// Median over `batches` of the time of one of `count` calls.
+// The time of one of `count` calls, once per batch.
 template <class Body>
-double median_ns(int batches, int count, Body body) {
+std::vector<double> sample_ns(int batches, int count, Body body) {
   std::vector<double> times;
   for (int b = 0; b < batches; ++b) {
     double const begin = now_ns();
     for (int i = 0; i < count; ++i) body();
     times.push_back((now_ns() - begin) / count);
   }
-  std::nth_element(times.begin(), times.begin() + batches / 2, times.end());
-  return times[static_cast<std::size_t>(batches / 2)];
+  return times;
 }
 
-struct Report {
-  std::vector<std::pair<std::string, double>> values;
-  void add(const std::string& key, double value) { values.emplace_back(key, value); }
-  void print() const {
-    std::printf("{");
-    for (std::size_t i = 0; i < values.size(); ++i)
-      std::printf("%s\n  \"%s\": %.2f", i == 0 ? "" : ",", values[i].first.c_str(), values[i].second);
-    std::printf("\n}\n");
+class Report {
+ public:
+  void core(const std::string& work, std::vector<double> times) {
+    add(work, "core", std::move(times));
   }
+  void floor(const std::string& work, std::vector<double> times) {
+    add(work, "floor", std::move(times));
+  }
+  void print() const { std::printf("{\"rows\": [%s\n]}\n", text_.c_str()); }
+
+ private:
+  void add(const std::string& work, const char* subject, std::vector<double> times) {
+    std::sort(times.begin(), times.end());
+    std::size_t const n = times.size();
+    char row[256];
+    std::snprintf(row, sizeof row,
+                  "%s\n  {\"work\": \"%s\", \"subject\": \"%s\", \"median_ns\": %.2f, "
+                  "\"p99_ns\": %.2f, \"n\": %zu}",
+                  text_.empty() ? "" : ",", work.c_str(), subject, times[n / 2],
+                  times[std::min(n - 1, n * 99 / 100)], n);
+    text_ += row;
+  }
+  std::string text_;
 };
 
 void floors(Report& report, bool quick) {
@@ -57,18 +73,18 @@ void floors(Report& report, bool quick) {
       ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   EXPECT(shared != MAP_FAILED);
   auto* const word = static_cast<std::atomic<std::uint32_t>*>(shared);
-  report.add("floor_atomic_add", median_ns(21, 100000, [&] { word->fetch_add(1); }));
+  report.floor("atomic add", sample_ns(21, 100000, [&] { word->fetch_add(1); }));
   auto* const mutex = reinterpret_cast<pthread_mutex_t*>(static_cast<char*>(shared) + 256);
   pthread_mutexattr_t attributes;
   ::pthread_mutexattr_init(&attributes);
   ::pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
   ::pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
   ::pthread_mutex_init(mutex, &attributes);
-  report.add("floor_robust_mutex", median_ns(21, 100000, [&] {
-               ::pthread_mutex_lock(mutex);
-               ::pthread_mutex_unlock(mutex);
-             }));
-  report.add("floor_syscall", median_ns(21, 10000, [] { ::syscall(SYS_getppid); }));
+  report.floor("robust mutex lock+unlock", sample_ns(21, 100000, [&] {
+                 ::pthread_mutex_lock(mutex);
+                 ::pthread_mutex_unlock(mutex);
+               }));
+  report.floor("system call", sample_ns(21, 10000, [] { ::syscall(SYS_getppid); }));
   // Two processes, one word: a futex round trip, and a spinning one.
   for (bool spin : {false, true}) {
     word->store(0);
@@ -95,9 +111,7 @@ void floors(Report& report, bool quick) {
       times.push_back(now_ns() - begin);
     }
     EXPECT(exited_well(wait_for(child)));
-    std::nth_element(times.begin(), times.begin() + trips / 2, times.end());
-    report.add(spin ? "floor_spin_round_trip" : "floor_futex_round_trip",
-               times[static_cast<std::size_t>(trips / 2)]);
+    report.floor(spin ? "spinning round trip" : "futex round trip", std::move(times));
   }
   ::munmap(shared, 4096);
 }
@@ -105,54 +119,56 @@ void floors(Report& report, bool quick) {
 void references(Report& report, Store& store) {
   Hold hold = put(store, 1024, 1);
   Ref const ref = hold.ref();
-  report.add("hold_drop_again", median_ns(21, 100000, [&] {
-               Hold again;
-               OK(store.hold(ref, again));
-             }));
+  report.core("hold+drop, held already", sample_ns(21, 100000, [&] {
+                Hold again;
+                OK(store.hold(ref, again));
+              }));
   OK(store.open("bench", "bench"));
   std::uint32_t position = 0;
   OK(store.attach_object("bench", ref, -1, position));
   hold.reset();
   // The first and last reference of this process: the bit in the table changes twice.
-  report.add("hold_drop", median_ns(21, 100000, [&] {
-               Hold first;
-               OK(store.hold(ref, first));
-             }));
-  report.add("pin_unpin", median_ns(21, 100000, [&] {
-               Pin pin;
-               OK(store.pin(ref, Wait{}, pin));
-             }));
-  report.add("build_seal_free", median_ns(21, 20000, [&] {
-               Draft draft;
-               OK(store.reserve(1024, Wait{}, draft));
-               Hold mine;
-               OK(store.seal(draft, &mine));
-               Ref const made = mine.ref();
-               std::uint64_t ended = 0;
-               OK(store.free({&made, 1}, false, ended));
-             }));
-  report.add("build_seal_drop", median_ns(21, 20000, [&] {
-               Draft draft;
-               OK(store.reserve(1024, Wait{}, draft));
-               Hold mine;
-               OK(store.seal(draft, &mine));
-             }));
+  report.core("hold+drop", sample_ns(21, 100000, [&] {
+                Hold first;
+                OK(store.hold(ref, first));
+              }));
+  report.core("pin+unpin", sample_ns(21, 100000, [&] {
+                Pin pin;
+                OK(store.pin(ref, Wait{}, pin));
+              }));
+  report.core("build+seal+free", sample_ns(21, 20000, [&] {
+                Draft draft;
+                OK(store.reserve(1024, Wait{}, draft));
+                Hold mine;
+                OK(store.seal(draft, &mine));
+                Ref const made = mine.ref();
+                std::uint64_t ended = 0;
+                OK(store.free({&made, 1}, false, ended));
+              }));
+  report.core("build+seal+drop", sample_ns(21, 20000, [&] {
+                Draft draft;
+                OK(store.reserve(1024, Wait{}, draft));
+                Hold mine;
+                OK(store.seal(draft, &mine));
+              }));
 }
 
 void copies(Report& report, Store& store, bool quick) {
-  for (std::uint64_t size : {std::uint64_t{1} << 20, std::uint64_t{64} << 20, std::uint64_t{1} << 30}) {
+  for (std::uint64_t size :
+       {std::uint64_t{1} << 20, std::uint64_t{64} << 20, std::uint64_t{1} << 30}) {
     if (quick && size > (64u << 20)) continue;
-    std::string const mib = std::to_string(size >> 20) + "MiB";
+    std::string const mib = std::to_string(size >> 20) + " MiB";
     std::vector<char> source(size, 1);
     Draft draft;
     OK(store.reserve(size, Wait{}, draft));
     std::memset(draft.data(), 0, size);  // warm
     int const batches = size >= (1u << 30) ? 3 : size >= (64u << 20) ? 9 : 51;
-    report.add("memcpy_" + mib,
-               median_ns(batches, 1, [&] { std::memcpy(draft.data(), source.data(), size); }));
+    report.floor("memcpy " + mib,
+                 sample_ns(batches, 1, [&] { std::memcpy(draft.data(), source.data(), size); }));
     for (unsigned threads : {1u, 2u})
-      report.add("copy_in_" + mib + "_threads" + std::to_string(threads),
-                 median_ns(batches, 1, [&] { copy_in(draft.data(), source.data(), size, threads); }));
+      report.core(
+          "copy in " + mib + ", threads " + std::to_string(threads),
+          sample_ns(batches, 1, [&] { copy_in(draft.data(), source.data(), size, threads); }));
   }
 }
 
@@ -165,10 +181,11 @@ void many(Report& report, const std::string& name, bool quick) {
   int const count = quick ? 10000 : 100000;
   for (int i = 0; i < count; ++i) holds.push_back(put(*store, 1024, i & 255));
   Stats stats;
-  report.add("stats_" + std::to_string(count) + "_objects", median_ns(21, 1, [&] { OK(store->stats(stats)); }));
+  report.core("stats, " + std::to_string(count) + " objects",
+              sample_ns(21, 1, [&] { OK(store->stats(stats)); }));
   std::vector<std::string> problems;
-  report.add("check_" + std::to_string(count) + "_objects",
-             median_ns(5, 1, [&] { OK(store->check(problems)); }));
+  report.core("check, " + std::to_string(count) + " objects",
+              sample_ns(5, 1, [&] { OK(store->check(problems)); }));
   holds.clear();
   // 64 sessions of 8 objects each, released at once.
   std::vector<double> times;
@@ -187,8 +204,7 @@ void many(Report& report, const std::string& name, bool quick) {
     OK(store->release(views, "learner", true, released, refused));
     times.push_back(now_ns() - begin);
   }
-  std::nth_element(times.begin(), times.begin() + 10, times.end());
-  report.add("transfer_and_release_64x8", times[10]);
+  report.core("transfer + release of 64 sessions x 8 objects", times);
   // A client that dies with 10,000 objects: the next reservation that needs the bytes.
   times.clear();
   for (int round = 0; round < 5; ++round) {
@@ -204,8 +220,7 @@ void many(Report& report, const std::string& name, bool quick) {
     times.push_back(now_ns() - begin);
     EXPECT(swept.objects == 10000);
   }
-  std::nth_element(times.begin(), times.begin() + 2, times.end());
-  report.add("sweep_10000_objects", times[2]);
+  report.core("sweep of a dead client with 10000 objects", times);
   store.reset();
   OK(Store::unlink(name));
 }
@@ -213,7 +228,14 @@ void many(Report& report, const std::string& name, bool quick) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool const quick = argc > 1 && std::string(argv[1]) == "--quick";
+  bool quick = false;
+  for (int i = 1; i < argc; ++i) {
+    std::string const arg = argv[i];
+    if (arg == "--quick") quick = true;
+    if (arg == "--quick" || arg == "--json") continue;  // JSON is what there is
+    std::fprintf(stderr, "usage: shmrl_bench_core [--json] [--quick]\n");
+    return 2;
+  }
   Report report;
   floors(report, quick);
   std::string const name = unique_name("bench-core");

@@ -1,11 +1,12 @@
-// Scribbles over the tables of an arena file and then uses it: every call must come back with an answer,
-// never a signal, never a hang.
+// Scribbles over the tables of an arena file and then uses it: every call must come back with an
+// answer, never a signal, never a hang.
 //
 //   fuzz_bytes [--rounds N] [--seed S]
 //
-// Each round restores a sound image, overwrites a few words (biased towards those that are in use, with
-// values that hurt: zero, all ones, neighbours, other words of the file), and lets a child attach and go
-// through all operations. In every second round the child attaches first and the bytes change under it.
+// Each round restores a sound image, overwrites a few words (biased towards those that are in use,
+// with values that hurt: zero, all ones, neighbours, other words of the file), and lets a child
+// attach and go through all operations. In every second round the child attaches first and the
+// bytes change under it.
 #include <fcntl.h>
 #include <sys/stat.h>
 
@@ -92,8 +93,8 @@ void use(Store& store, const std::vector<Ref>& refs, Random random) {
 
 struct Image {
   std::string path;
-  std::vector<std::uint64_t> words;       // header and tables
-  std::vector<std::size_t> in_use;        // indices of words that are not zero
+  std::vector<std::uint64_t> words;  // header and tables
+  std::vector<std::size_t> in_use;   // indices of words that are not zero
   std::vector<Ref> refs;
 };
 
@@ -114,7 +115,9 @@ Image make_image(const std::string& name) {
     std::vector<Hold> holds;
     for (int i = 0; i < 12; ++i)
       holds.push_back(put(*store, static_cast<std::uint64_t>(i) * 4000, i,
-                          i % 3 == 0 ? std::string_view("a") : i % 3 == 1 ? std::string_view("b") : ""));
+                          i % 3 == 0   ? std::string_view("a")
+                          : i % 3 == 1 ? std::string_view("b")
+                                       : ""));
     for (const Hold& hold : holds) refs.send(hold.ref());
     Pin pin;
     OK(store->pin(holds[2].ref(), Wait{}, pin));
@@ -139,7 +142,8 @@ Image make_image(const std::string& name) {
 }
 
 void write_words(int fd, std::size_t at, const std::uint64_t* words, std::size_t count) {
-  EXPECT(::pwrite(fd, words, count * 8, static_cast<off_t>(at * 8)) == static_cast<ssize_t>(count * 8));
+  EXPECT(::pwrite(fd, words, count * 8, static_cast<off_t>(at * 8)) ==
+         static_cast<ssize_t>(count * 8));
 }
 
 void scribble(const Image& image, int fd, Random& random) {
@@ -202,7 +206,8 @@ int main(int argc, char** argv) {
                    WIFSIGNALED(status) ? "signal" : "exit",
                    WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
       if (under_it)
-        std::fprintf(stderr, "(an odd round: run with --seed %" PRIu64 " --rounds 2)\n", seed + round - 1);
+        std::fprintf(stderr, "(an odd round: run with --seed %" PRIu64 " --rounds 2)\n",
+                     seed + round - 1);
       ::close(fd);
       (void)Store::unlink(name);
       return 1;
@@ -212,7 +217,8 @@ int main(int argc, char** argv) {
   }
   ::close(fd);
   OK(Store::unlink(name));
-  std::printf("attach refused %" PRIu64 ", damage reported %" PRIu64 ", not in the way %" PRIu64 "\n", refused,
-              damaged, rounds - refused - damaged);
+  std::printf("attach refused %" PRIu64 ", damage reported %" PRIu64 ", not in the way %" PRIu64
+              "\n",
+              refused, damaged, rounds - refused - damaged);
   return 0;
 }

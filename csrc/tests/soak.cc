@@ -2,9 +2,9 @@
 //
 //   soak [--seconds S] [--workers N] [--seed X]
 //
-// The supervisor is a client too: it audits (check() == []) while the workers go on, reads every object
-// of every session and compares each byte with what its header says, and at the end, when all workers
-// are dead, demands an arena that is empty after one release.
+// The supervisor is a client too: it audits (check() == []) while the workers go on, reads every
+// object of every session and compares each byte with what its header says, and at the end, when
+// all workers are dead, demands an arena that is empty after one release.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -49,8 +49,8 @@ Status put_marked(Store& store, Random& random, std::string_view session, Hold& 
   std::uint64_t const size = sizeof(Head) + random.below(random.below(10) == 0 ? 200000 : 3000);
   Draft draft;
   Wait const wait{5'000'000};
-  Status const status =
-      session.empty() ? store.reserve(size, wait, draft) : store.reserve(size, session, wait, draft);
+  Status const status = session.empty() ? store.reserve(size, wait, draft)
+                                        : store.reserve(size, session, wait, draft);
   if (status != Status::ok) return status;
   Head const head{draft.ref().generation, size, random.below(256)};
   std::memset(draft.data(), static_cast<int>(head.fill), size);
@@ -79,7 +79,9 @@ bool one_of(Status status, std::initializer_list<Status> allowed) {
     std::uint32_t position = 0;
     Status status = Status::ok;
     switch (random.below(12)) {
-      case 0: status = store->open(id, me); break;
+      case 0:
+        status = store->open(id, me);
+        break;
       case 1:
       case 2:
       case 3: {
@@ -88,9 +90,15 @@ bool one_of(Status status, std::initializer_list<Status> allowed) {
         if (status == Status::ok && holds.size() < 50) holds.push_back(std::move(hold));
         break;
       }
-      case 4: status = store->transfer(ids, me, "sink", false, names, refused); break;
-      case 5: status = store->release(ids, random.below(2) == 0 ? me : "sink", false, names, refused); break;
-      case 6: status = store->truncate(id, static_cast<std::int64_t>(random.below(5)), count); break;
+      case 4:
+        status = store->transfer(ids, me, "sink", false, names, refused);
+        break;
+      case 5:
+        status = store->release(ids, random.below(2) == 0 ? me : "sink", false, names, refused);
+        break;
+      case 6:
+        status = store->truncate(id, static_cast<std::int64_t>(random.below(5)), count);
+        break;
       case 7: {
         status = store->objects(id, entries);
         for (const Entry& entry : entries) {
@@ -120,8 +128,9 @@ bool one_of(Status status, std::initializer_list<Status> allowed) {
         for (const Pin& pin : pins) EXPECT(unharmed(pin));
         pins.clear();
     }
-    if (!one_of(status, {Status::session_released, Status::session_exists, Status::full, Status::freed,
-                         Status::sessions_full, Status::objects_full, Status::attachments_full}))
+    if (!one_of(status,
+                {Status::session_released, Status::session_exists, Status::full, Status::freed,
+                 Status::sessions_full, Status::objects_full, Status::attachments_full}))
       fail_at(__FILE__, __LINE__, std::string(to_string(status)) + ": " + Store::detail());
   }
 }

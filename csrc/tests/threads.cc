@@ -99,8 +99,8 @@ void the_last_of_many_drops_ends_the_object(Store& store, int rounds) {
     in_threads([&](int) {
       Hold mine;
       OK(store.hold(ref, mine));
-      ready.fetch_add(1);
-      while (ready.load() < kThreads) std::this_thread::yield();
+      ready.fetch_add(1, std::memory_order_acq_rel);
+      while (ready.load(std::memory_order_acquire) < kThreads) std::this_thread::yield();
       for (int i = 0; i < 20; ++i) {
         Hold again;
         OK(store.hold(ref, again));
@@ -139,8 +139,8 @@ void sessions_change_hands_once(Store& store, int rounds) {
           std::vector<std::string> moved;
           std::vector<Refusal> refused;
           Ids const ids = {id, "s1", "s2"};
-          OK(store.transfer(ids, "owner-" + std::to_string(random.below(kThreads)), mine, false, moved,
-                            refused));
+          OK(store.transfer(ids, "owner-" + std::to_string(random.below(kThreads)), mine, false,
+                            moved, refused));
           break;
         }
         default: {

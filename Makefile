@@ -41,8 +41,9 @@ crash: ctest
 
 # S seconds of random kills.
 S ?= 60
-soak: ctest
+soak: install ctest
 	$(CTEST)/shmrl_soak --seconds $(S) --seed $$(date +%s)
+	$(PY) -m tests.shmstore.soak --seconds $(S)
 
 # The C++ tests under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer.
 sanitize:

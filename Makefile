@@ -9,7 +9,7 @@ CTEST   ?= build/ctest
 # The one that the tests use, so that one does not rebuild what the other has built.
 CMAKE   := $(firstword $(wildcard $(VENV)/bin/cmake) cmake)
 
-.PHONY: install demo test check bench bench-peers core ctest crash soak sanitize
+.PHONY: install demo test check bench bench-peers gpu-check core ctest crash soak sanitize
 
 install: $(STAMP)
 
@@ -78,3 +78,7 @@ check: install
 
 demo: install
 	$(VENV)/bin/shmrl train examples/quickstart.yaml
+
+# Engine and learner on this machine's devices: one table, under ten minutes, CPU only where there is no GPU.
+gpu-check: install
+	$(PY) -m bench.gpu_check

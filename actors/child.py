@@ -142,6 +142,7 @@ async def serve(request: dict[str, Any], sock: socket.socket, host: Host) -> int
         bytes.fromhex(request["token"]),
         store=store,
         in_flight_max=request["in_flight_max"],
+        keys=_keys_of(request),
     )
     done: asyncio.Future[int] = node.loop.create_future()
 
@@ -174,6 +175,12 @@ async def serve(request: dict[str, Any], sock: socket.socket, host: Host) -> int
         node.close()
         if agent.actor is not None:
             agent.actor.close()
+
+
+def _keys_of(request: dict[str, Any]) -> tuple[bytes, bytes] | None:
+    """The run's CURVE key pair; runs on Unix sockets have none."""
+    keys = request["keys"]
+    return (keys[0].encode(), keys[1].encode()) if keys is not None else None
 
 
 class Agent:

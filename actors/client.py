@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from .context import ActorContext
-from .errors import UsageError
-from .handle import Handle, Team, hub_handle
+from .errors import ActorError, RemoteError, UsageError
+from .handle import Handle, RemoteMethod, Team, hub_handle
 from .method import method_table, methods_of
 from .node import Node
 from .peers import AGENT, Notice
@@ -42,9 +42,13 @@ class Client:
         node.resolve = functools.partial(self._ask, "resolve")
 
     async def _ask(self, method: str, *args: Any) -> Any:
-        from .handle import RemoteMethod
-
-        return await RemoteMethod(self.hub, method, 0)(*args)
+        try:
+            return await RemoteMethod(self.hub, method, 0)(*args)
+        except RemoteError as error:
+            # The hub's refusals are ours, not a user's method's: no traceback of the driver.
+            if isinstance(error.cause, ActorError):
+                raise error.cause from None
+            raise
 
     async def spawn(
         self,
@@ -184,8 +188,6 @@ class Client:
 
     def watch(self) -> Stream:
         """`async for event in runtime.watch()`: what happens to all actors of the run."""
-        from .handle import RemoteMethod
-
         return RemoteMethod(self.hub, "watch_all", 0).stream()
 
     async def reserve(self, name: str, *, gpus: int = 0, cpus: int = 0) -> str:
@@ -202,7 +204,8 @@ class Client:
         await self._ask("unreserve", name)
 
     async def snapshot(self) -> dict[str, Any]:
-        """{"actors": [...]}: state, pid, restarts, queues, memory, calls with p50 and p99."""
+        """The run as plain data: "actors" (state, pid, restarts, queues, memory, calls with p50 and
+        p99), "store" (use of the arena by owner), driver, free devices."""
         return cast(dict[str, Any], await self._ask("snapshot"))
 
     @property

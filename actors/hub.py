@@ -7,7 +7,10 @@ passes them on to the supervisor. Methods run on the driver's loop.
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .errors import ActorError
@@ -29,9 +32,14 @@ STATS_TIMEOUT_S = 1.0
 class Hub:
     """See the module."""
 
-    def __init__(self, node: Node, supervisor: Supervisor) -> None:
+    def __init__(
+        self, node: Node, supervisor: Supervisor, run: str = "", store: Any = None
+    ) -> None:
         self._node = node
         self._supervisor = supervisor
+        self._run = run
+        self._store = store
+        self._started_s = time.time()
 
     async def spawn(self, spec: Spec, owner_uid: int) -> Notice:
         return await self._supervisor.spawn(spec, owner_uid)
@@ -85,10 +93,22 @@ class Hub:
         self._supervisor.unreserve(name)
 
     async def snapshot(self) -> dict[str, Any]:
-        """State, memory and calls of every actor; asks all of them at once."""
+        """State, memory and calls of every actor, use of the arena; asks all actors at once."""
         records = list(self._supervisor.records.values())
         rows = await asyncio.gather(*(self._row(r) for r in records))
-        return {"actors": list(rows)}
+        return {
+            "run": self._run,
+            "pid": os.getpid(),
+            "time_s": time.time(),
+            "uptime_s": time.time() - self._started_s,
+            "memory": process_memory(os.getpid()),
+            "pending_calls": len(self._node.pending),
+            "late_replies": self._node.late_replies,
+            "free_gpus": list(self._supervisor.book.free_gpus),
+            "free_cpus": list(self._supervisor.book.free_cpus),
+            "actors": list(rows),
+            "store": asdict(self._store.stats()) if self._store is not None else None,
+        }
 
     async def _row(self, record: Any) -> dict[str, Any]:
         row: dict[str, Any] = {

@@ -54,7 +54,7 @@ class Inbound:
         self.args = args
         self.kwargs = kwargs
         self.cancelled = False
-        self.begun = False  # its thread has really started it
+        self.begun = False  # its thread, or its task, has really started it
         self.resolving = False  # some top-level ref is not sealed yet
         self.started_ns = 0
         self.task: asyncio.Task[None] | None = None

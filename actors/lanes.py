@@ -10,10 +10,14 @@ import asyncio
 import hmac
 import socket
 import struct
+from typing import TYPE_CHECKING
 
 from .errors import NotSupported, ProtocolError
 from .messages import PROTOCOL_VERSION, Kind, pack
 from .transport import Link, LinkOwner, UnixLink, UnixListener
+
+if TYPE_CHECKING:
+    from .zmq_lane import ZmqLanes
 
 __all__ = ["Lanes"]
 
@@ -25,7 +29,12 @@ class Lanes:
     """The links of one node. `owner` hears of their frames and ends."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, owner: LinkOwner, uid: int, token: bytes
+        self,
+        loop: asyncio.AbstractEventLoop,
+        owner: LinkOwner,
+        uid: int,
+        token: bytes,
+        keys: tuple[bytes, bytes] | None = None,
     ) -> None:
         self._loop = loop
         self._owner = owner
@@ -33,9 +42,16 @@ class Lanes:
         self._token = token
         self._links: set[Link] = set()
         self._listener: UnixListener | None = None
+        self._keys = keys
+        self._zmq: ZmqLanes | None = None
 
-    def listen(self, path: str) -> str:
-        """Accept links at this path of the run's directory; returns the address."""
+    def listen(self, where: str) -> str:
+        """Accept links at a path of the run's directory or "tcp://HOST"; returns the address."""
+        if where.startswith("tcp://"):
+            return self._tcp().listen(where.removeprefix("tcp://"), self._links.add)
+        return self._listen_unix(where)
+
+    def _listen_unix(self, path: str) -> str:
         self._listener = UnixListener(self._loop, path, self._on_accept)
         return self._listener.address
 
@@ -51,11 +67,13 @@ class Lanes:
     def connect(self, address: str, peer_uid: int) -> Link | None:
         """A new link to the process at this address; None when nobody listens there."""
         scheme, _, place = address.partition("://")
+        if scheme == "tcp":
+            tcp = self._tcp().connect(address, peer_uid)
+            self._links.add(tcp)
+            self._greet(tcp)
+            return tcp
         if scheme != "unix":
-            raise NotSupported(
-                f"the address {address!r} is not on this machine; runs over several machines are"
-                " planned, not there yet"
-            )
+            raise NotSupported(f"there is no lane to the address {address!r}")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             sock.setblocking(False)
@@ -65,9 +83,24 @@ class Lanes:
             return None
         # We trust who listens in our 0700 directory; the other side wants our greeting.
         link = self.adopt(sock, peer_uid)
+        self._greet(link)
+        return link
+
+    def _greet(self, link: Link) -> None:
         hello = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, self._uid, self._token)
         link.send(pack(Kind.HELLO, 0, body=hello))
-        return link
+
+    def _tcp(self) -> ZmqLanes:
+        """The ZeroMQ lanes, made on first use: a run on one machine needs no pyzmq."""
+        if self._zmq is None:
+            from .zmq_lane import CurveKeys, ZmqLanes
+
+            if self._keys is None:
+                raise NotSupported(
+                    "tcp links need the keys of the run: start it with Runtime(transport='tcp')"
+                )
+            self._zmq = ZmqLanes(self._loop, self._owner, CurveKeys(*self._keys))
+        return self._zmq
 
     def admit(self, link: Link, kind: int, body: memoryview) -> int:
         """Check the first frame of an accepted link; returns who it is.
@@ -85,6 +118,11 @@ class Lanes:
         link.trusted = True
         return int(uid)
 
+    def close_peer(self, peer_uid: int) -> None:
+        """Close every link to a process that is dead; a tcp link does not see that by itself."""
+        for link in [link for link in self._links if link.peer_uid == peer_uid]:
+            link.close()
+
     def forget(self, link: Link) -> None:
         """The link has closed."""
         self._links.discard(link)
@@ -95,3 +133,6 @@ class Lanes:
             link.close()
         if self._listener is not None:
             self._listener.close()
+        if self._zmq is not None:
+            self._zmq.close()
+            self._zmq = None

@@ -290,6 +290,7 @@ class LocalActor:
         call.task = self._node.loop.create_task(run)
 
     async def _run_async(self, call: Inbound) -> None:
+        call.begun = True
         CURRENT_CALL.set(call.ctx)
         try:
             value = await call.function(*call.args, **call.kwargs)
@@ -300,6 +301,7 @@ class LocalActor:
 
     async def _run_stream(self, call: Inbound) -> None:
         """Drive an async generator (or a plain coroutine, as a stream of one item)."""
+        call.begun = True
         CURRENT_CALL.set(call.ctx)
         call.credits = Credits()
         item = 0
@@ -452,6 +454,8 @@ class LocalActor:
             call.credits.grant(1)
         if call.task is not None:
             call.task.cancel()
+            if not call.begun:  # a task that is cancelled before its first step never runs at all
+                self._over(call, failed=True)
         elif not call.started_ns:  # still in its lane
             self._calls.pop((call.link, call.call_id), None)
             self._advance(call.lane)

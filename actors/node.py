@@ -65,6 +65,7 @@ class Node:
         *,
         store: StoreLike | None = None,
         in_flight_max: int = IN_FLIGHT_MAX,
+        keys: tuple[bytes, bytes] | None = None,
     ) -> None:
         self.uid = uid
         self.loop = asyncio.get_running_loop()
@@ -81,7 +82,7 @@ class Node:
         self.late_replies = 0
         self._thread = threading.get_ident()
         self._ids = itertools.count(1)
-        self._lanes = Lanes(self.loop, self, uid, token)
+        self._lanes = Lanes(self.loop, self, uid, token, keys)
         self._loopback = LoopbackLink(self.loop, self, uid)
         self.links[uid] = self._loopback
         self._answers = Answers(self)
@@ -205,10 +206,9 @@ class Node:
                 self._drop_process(notice.uid)
 
     def _drop_process(self, node_uid: int) -> None:
-        link = self.links.get(node_uid)
-        if link is not None and link is not self._loopback:
-            del self.links[node_uid]
-            link.close()
+        if node_uid != self.uid:
+            self.links.pop(node_uid, None)
+            self._lanes.close_peer(node_uid)
 
     def _fail_calls(self, peer: Peer, *, unsent_too: bool) -> None:
         """End the calls that were in flight to a dead process (at most once: none is resent)."""

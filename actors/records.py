@@ -144,6 +144,8 @@ class RunConfig:
     in_flight_max: int
     log_dir: Path | None
     forward_logs: bool
+    listen: str = ""  # "tcp://HOST"; empty: a Unix socket in the run's directory
+    keys: tuple[str, str] | None = None  # CURVE, for tcp
 
 
 def reason_of(exit_code: int | None) -> str:

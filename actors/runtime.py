@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from .client import Client
 from .context import ActorContext
@@ -25,6 +25,7 @@ from .placement import Book
 from .records import Event, RunConfig
 from .rundir import RunDir, check_name
 from .spawn import Spawner
+from .status import StatusServers
 from .supervisor import STOP_TIMEOUT_S, Supervisor
 
 __all__ = ["Runtime", "run"]
@@ -38,6 +39,7 @@ class Runtime(Client):
 
     `store`: a capacity ("4GiB": an arena of the run's name is made, and removed at the end), or a
     `shmstore.Store` of your own. `gpus`: device numbers or a count (default: found in /proc).
+    `transport`: between actors, Unix sockets, or ZeroMQ with CURVE over tcp on the loopback.
     `cpus`: cores that may be handed out. `log_dir`: one file an actor. `metrics_port`: Prometheus
     text over HTTP on this machine's loopback. `on_escalation`: called when an actor of the driver
     has died too often. Times in seconds.
@@ -55,6 +57,7 @@ class Runtime(Client):
         metrics_port: int | None = None,
         in_flight_max: int = IN_FLIGHT_MAX,
         stop_timeout: float = STOP_TIMEOUT_S,
+        transport: Literal["unix", "tcp"] = "unix",
         on_escalation: Callable[[Event], None] | None = None,
     ) -> None:
         if in_flight_max < 1:
@@ -70,6 +73,9 @@ class Runtime(Client):
         self._forward_logs = forward_logs
         self._metrics_port = metrics_port
         self._in_flight_max = in_flight_max
+        if transport not in ("unix", "tcp"):
+            raise UsageError(f'transport is "unix" or "tcp", got {transport!r}')
+        self._transport = transport
         self._stop_timeout_s = stop_timeout
         self._on_escalation = on_escalation
         self._entered = False
@@ -77,6 +83,7 @@ class Runtime(Client):
         self._rundir: RunDir | None = None
         self._spawner: Spawner | None = None
         self._supervisor: Supervisor | None = None
+        self._servers: StatusServers | None = None
 
     async def __aenter__(self) -> Runtime:
         if self._entered:
@@ -85,6 +92,8 @@ class Runtime(Client):
         self._rundir = RunDir(self.name)
         try:
             self._open()
+            self._servers = StatusServers(self.snapshot)
+            await self._servers.start(self._rundir.socket_path("status"), self._metrics_port)
         except BaseException:
             await self._close()
             raise
@@ -98,7 +107,15 @@ class Runtime(Client):
         self._spawner = spawner
         store = self._open_store()
         token = secrets.token_bytes(_TOKEN_BYTES)
-        node = Node(AGENT, token, store=store, in_flight_max=self._in_flight_max)
+        keys: tuple[str, str] | None = None
+        if self._transport == "tcp":
+            from .zmq_lane import new_keys
+
+            keys = (new := new_keys()).public.decode(), new.secret.decode()
+        node = Node(
+            AGENT, token, store=store, in_flight_max=self._in_flight_max,
+            keys=(keys[0].encode(), keys[1].encode()) if keys else None,
+        )  # fmt: skip
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         config = RunConfig(
@@ -107,12 +124,16 @@ class Runtime(Client):
             in_flight_max=self._in_flight_max,
             log_dir=self._log_dir,
             forward_logs=self._forward_logs,
+            listen="tcp://127.0.0.1" if self._transport == "tcp" else "",
+            keys=keys,
         )
         self._supervisor = Supervisor(node, self._rundir, self._book, config, spawner)
         self._supervisor.on_escalation = self._on_escalation
         super().__init__(node, store)
         context = ActorContext(name="hub", uid=AGENT, incarnation=1, handle=self.hub, runtime=self)
-        node.locals[AGENT] = LocalActor(node, Hub(node, self._supervisor), context, cycles=False)
+        node.locals[AGENT] = LocalActor(
+            node, Hub(node, self._supervisor, self.name, store), context, cycles=False
+        )
         hub = node.peer(AGENT, "hub")
         hub.state, hub.link = State.UP, node.links[AGENT]
 
@@ -147,6 +168,8 @@ class Runtime(Client):
     async def _close(self) -> None:
         """Take everything down, in reverse; each step runs whatever the others did."""
         detached = False
+        if self._servers is not None:
+            await self._servers.close()
         try:
             if self._supervisor is not None:
                 detached = any(

@@ -99,7 +99,9 @@ class Supervisor:
             except TimeoutError:
                 pass  # said below, with the names that there are
             finally:
-                self._named[name].remove(waiter)
+                waiting = self._named.get(name, [])
+                if waiter in waiting:
+                    waiting.remove(waiter)
         if name not in self.names:
             there = ", ".join(sorted(self.names)) or "none"
             raise NoSuchActor(f"this run has no actor named {name!r}; there are: {there}")
@@ -231,7 +233,8 @@ class Supervisor:
             "token": config.token,
             "arena": config.arena,
             "in_flight_max": config.in_flight_max,
-            "socket": self._rundir.socket_path(f"a{record.uid}"),
+            "socket": config.listen or self._rundir.socket_path(f"a{record.uid}"),
+            "keys": config.keys,
             "methods": dict(spec.methods),
             "sys_path": spec.sys_path,
             "hints": dict(spec.hints),

@@ -108,7 +108,7 @@ class Outcome:
     live_at_end: int
 
 
-def _damage(store: Store, expected_ids: list[str]) -> list[str]:
+def damage(store: Store, expected_ids: list[str]) -> list[str]:
     """What is wrong with the sessions that are left; [] when every byte is right."""
     problems = []
     live = store.sessions.list("replay")
@@ -155,7 +155,7 @@ def run(batches: int) -> Outcome:
                 begin = time.perf_counter_ns()
                 store.sessions.release(taken, owner="replay")
                 quiet.append(float(time.perf_counter_ns() - begin))
-            problems = _damage(store, left) + store.check()
+            problems = damage(store, left) + store.check()
             if problems:
                 raise AssertionError("; ".join(problems[:5]))
             store.sessions.release_owned("replay")

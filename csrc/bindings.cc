@@ -3,8 +3,13 @@
 // Bindings translate, drop the GIL around waits and large copies, and decide nothing. Anything that
 // a user can get wrong leaves as a class of shmstore.errors.
 
+#include <cxxabi.h>
 #include <nanobind/stl/string.h>
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -96,13 +101,53 @@ nb::object to_str(std::string_view text) {
       PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace")));
 }
 
-// Ends a wait when a Python signal handler raised (Ctrl-C). Called without the GIL.
+// Set by the atexit hook; from then on only the thread that runs it may take the GIL. seq_cst with
+// g_callbacks: either a callback sees the flag, or the hook sees the callback and lets it finish.
+std::atomic<bool> g_exiting{false};
+std::atomic<int> g_callbacks{0};
+pthread_t g_exiting_thread;
+
+bool interpreter_goes_without_us() noexcept {
+  return g_exiting.load(std::memory_order_seq_cst) &&
+         !pthread_equal(g_exiting_thread, pthread_self());
+}
+
+[[noreturn]] void park() noexcept {
+  for (;;) ::pause();
+}
+
+// Ends a wait when a Python signal handler raised (Ctrl-C), or when the interpreter goes. Called
+// without the GIL.
 bool signal_raised(void*) {
-  nb::gil_scoped_acquire acquired;
-  return PyErr_CheckSignals() != 0;
+  g_callbacks.fetch_add(1, std::memory_order_seq_cst);
+  bool raised = true;
+  if (!interpreter_goes_without_us()) {
+    nb::gil_scoped_acquire acquired;
+    raised = PyErr_CheckSignals() != 0;
+  }
+  g_callbacks.fetch_sub(1, std::memory_order_seq_cst);
+  return raised;
+}
+
+// Runs at exit, after the other threads that Python waits for: daemon threads inside a wait of ours
+// leave the core by themselves and never come back to Python.
+void begin_exit() {
+  g_exiting_thread = pthread_self();
+  g_exiting.store(true, std::memory_order_seq_cst);
+  nb::gil_scoped_release released;
+  while (g_callbacks.load(std::memory_order_seq_cst) > 0) sched_yield();
 }
 
 }  // namespace
+
+WithoutGil::~WithoutGil() {
+  if (interpreter_goes_without_us()) park();
+  try {
+    PyEval_RestoreThread(state_);
+  } catch (abi::__forced_unwind&) {  // the interpreter is finalizing and ends its daemon threads
+    park();
+  }
+}
 
 void raise(const char* error_class, const std::string& message) {
   nb::object type = nb::module_::import_("shmstore.errors").attr(error_class);
@@ -189,13 +234,13 @@ void StoreCore::close() noexcept {
   unregister_store(facts_.arena_id, this);
   Use use(*this);  // the last use destroys the store, which unmaps the arena if no view is left
   // close() waits for calls of other threads, and those may want the GIL to run signal handlers.
-  nb::gil_scoped_release released;
+  const WithoutGil released;
   store_->close();
 }
 
 void StoreCore::destroy_store() noexcept {
   std::unique_ptr<shmrl::Store> last = std::move(store_);
-  nb::gil_scoped_release released;  // as in close()
+  const WithoutGil released;  // as in close()
   last.reset();
 }
 
@@ -225,7 +270,7 @@ void create(StoreCore& core, nb::handle name, const nb::dict& limits, const std:
   std::unique_ptr<shmrl::Store> store;
   Status status;
   {
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     status = shmrl::Store::create(text, options, store);
   }
   require(status);
@@ -240,7 +285,7 @@ void attach(StoreCore& core, nb::handle name, const std::string& directory, doub
   std::unique_ptr<shmrl::Store> store;
   Status status;
   {
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     status = shmrl::Store::attach(text, options, store);
   }
   require(status);
@@ -290,7 +335,7 @@ nb::list check(StoreCore& core) {
   shmrl::Store& store = core.store();
   const StoreCore::Use use(core);
   {
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     status = store.check(problems);
   }
 
@@ -306,7 +351,7 @@ nb::tuple sweep(StoreCore& core) {
   shmrl::Store& store = core.store();
   const StoreCore::Use use(core);
   {
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     status = store.sweep(report);
   }
 
@@ -334,7 +379,7 @@ nb::list arenas(const std::string& directory, bool remove_debris) {
   nb::list list;
   std::vector<ArenaInfo> infos;
   {
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     infos = remove_debris ? shmrl::Store::remove_debris(directory) : shmrl::Store::list(directory);
   }
   for (const ArenaInfo& info : infos) list.append(to_dict(info));
@@ -346,7 +391,7 @@ void unlink(nb::handle name, const std::string& directory) {
   const std::string text(parse_text(name, "the name of a store"));
   Status status;
   {
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     status = shmrl::Store::unlink(text, directory);
   }
   require(status);
@@ -423,4 +468,5 @@ NB_MODULE(_core, module) {
   bind_objects(type);
   bind_sessions(type);
   bind_copy(module);
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&begin_exit));
 }

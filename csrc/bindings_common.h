@@ -39,6 +39,19 @@ Wait parse_timeout(nb::handle timeout);
 // A UTF-8 view of a str, valid while the object lives. BadName when it is not a str.
 std::string_view parse_text(nb::handle text, const char* what);
 
+// Runs without the GIL while it lives. A daemon thread whose interpreter goes away meanwhile stays
+// here for ever: taking the GIL back would unwind through frames that cannot be unwound, and abort.
+class WithoutGil {
+ public:
+  WithoutGil() noexcept : state_(PyEval_SaveThread()) {}
+  ~WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // Runs the callable under a name of shmstore's hooks (see register_hooks in bindings.cc).
 struct Hooks {
   PyObject* encode = nullptr;      // (value, allow_pickle) -> Encoded(header, payload_bytes, write)

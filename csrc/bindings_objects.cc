@@ -71,7 +71,7 @@ Draft reserve(const Target& target, std::uint64_t size) {
   Status status = attempt(Wait{});
   const StoreCore::Use use(target.core);
   if (status == Status::full && target.wait.timeout_ns != 0) {
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     status = attempt(target.wait);
   }
   if (status == Status::full || status == Status::too_large) raise_full(store, status, size);
@@ -90,7 +90,7 @@ void copy_payload(void* destination, const void* source, std::size_t size) {
   if (size < kCopyWithoutGilMin) {
     std::memcpy(destination, source, size);
   } else {
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     copy_in(destination, source, size);
   }
 }
@@ -217,7 +217,7 @@ Pin take_pin(StoreCore& core, nb::handle ref_object, nb::handle timeout) {
   Status status = store.pin(ref, Wait{}, pin);
   if (status == Status::not_sealed && wait.timeout_ns != 0) {
     const StoreCore::Use use(core);
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     status = store.pin(ref, wait, pin);
   }
   require(status);

@@ -208,12 +208,14 @@ void copy_in(void* destination, const void* source, std::size_t size, unsigned t
   auto* const to = static_cast<std::byte*>(destination);
   auto const* const from = static_cast<const std::byte*>(source);
   if (size == 0) return;
-  if (threads == 0) threads = std::clamp(std::thread::hardware_concurrency(), 1u, kThreadsMax);
-  threads = std::min(threads, kThreadsMax);
   bool const stream = should_stream(to, size);
-  if (threads > 1 && size >= kPoolBytesMin &&
-      Pool::instance().copy(to, from, size, threads, stream))
-    return;
+  if (size >= kPoolBytesMin) {
+    // Once: the C library opens a file in /sys for each answer (8 µs).
+    static unsigned const cores = std::clamp(std::thread::hardware_concurrency(), 1u, kThreadsMax);
+    if (threads == 0) threads = cores;
+    threads = std::min(threads, kThreadsMax);
+    if (threads > 1 && Pool::instance().copy(to, from, size, threads, stream)) return;
+  }
   copy_piece(to, from, size, stream);
 }
 

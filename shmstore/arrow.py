@@ -1,4 +1,5 @@
-"""Arrow arrays, chunked arrays, record batches and tables, as an IPC stream written into the arena.
+"""Arrow arrays, chunked arrays, record batches, tables and tensors, as an IPC stream written into
+the arena.
 
 Owns the sorts of Arrow value and their way back: buffers of what `get` returns point into the
 arena, with the pin as their base. Nested, dictionary, null and extension columns (fixed-shape
@@ -29,10 +30,14 @@ class Sort(enum.StrEnum):
     CHUNKED = "chunked"
     BATCH = "batch"
     TABLE = "table"
+    TENSOR = "tensor"
 
 
 # Headers of streams that come in parts; the core fills in the length.
-STREAM_HEADS = {sort.value: headers.pack(Kind.ARROW, 0, text=sort.value) for sort in Sort}
+STREAM_HEADS = {
+    sort.value: headers.pack(Kind.ARROW, 0, text=sort.value)
+    for sort in (Sort.BATCH, Sort.TABLE, Sort.ARRAY, Sort.CHUNKED)
+}
 
 
 def _pyarrow() -> ModuleType:
@@ -57,6 +62,8 @@ def sort_of(value: object) -> Sort | None:
         return Sort.ARRAY
     if isinstance(value, pa.ChunkedArray):
         return Sort.CHUNKED
+    if isinstance(value, pa.Tensor):
+        return Sort.TENSOR
     return None
 
 
@@ -85,6 +92,8 @@ def decode(header: Header, whole: memoryview) -> Any:
     payload = pa.py_buffer(whole[start : start + header.payload_bytes])
     try:
         sort = Sort(header.text)
+        if sort is Sort.TENSOR:
+            return pa.ipc.read_tensor(pa.BufferReader(payload))
         with pa.ipc.open_stream(payload) as reader:
             if sort in (Sort.BATCH, Sort.ARRAY):
                 batch = reader.read_next_batch()
@@ -104,5 +113,8 @@ def _container(pa: ModuleType, value: Any, sort: Sort) -> Any:
 
 
 def _write_stream(pa: ModuleType, sink: Any, container: Any) -> None:
+    if isinstance(container, pa.Tensor):
+        pa.ipc.write_tensor(container, sink)
+        return
     with pa.ipc.new_stream(sink, container.schema) as writer:
         writer.write(container)

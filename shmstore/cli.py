@@ -149,7 +149,7 @@ def _doctor(arguments: Any) -> int:
     unsound = {
         arena.name: problems
         for arena in arenas
-        if arena.condition is doctor.Condition.LIVE and (problems := doctor.audit(arena.name))
+        if arena.condition is doctor.Condition.LIVE and (problems := _problems(arena.name))
     }
     if arguments.json:
         _print_json(
@@ -168,6 +168,16 @@ def _doctor(arguments: Any) -> int:
         if left and not arguments.clean:
             print("run with --clean to remove what no process uses")
     return WRONG if left or unsound else OK
+
+
+def _problems(name: str) -> list[str]:
+    """What the audit says; nothing of an arena that was removed since it was listed."""
+    try:
+        return doctor.audit(name)
+    except StoreNotFound:
+        return []
+    except StoreError as error:
+        return [f"cannot be audited: {error}"]
 
 
 def _print_arenas(arenas: list[doctor.Arena]) -> None:

@@ -14,13 +14,14 @@ Owns the dispatch. `Store` calls `encode` for values that `_core` does not write
 
 from __future__ import annotations
 
+import struct
 from typing import Any, cast
 
 import numpy as np
 
 from . import _core, arrow, headers, pickling, tensors
 from .encoded import Encoded
-from .errors import NotStorable, PickleRefused
+from .errors import ArenaDamaged, NotStorable, PickleRefused
 from .headers import Header, Kind
 
 _CASTABLE_FORMATS = frozenset("bBhHiIlLqQnNfdc?")
@@ -60,17 +61,14 @@ def decode(whole: memoryview, *, allow_pickle: bool) -> Any:
         if not allow_pickle:
             raise PickleRefused("the object is a pickle, and this store has allow_pickle=False")
         return pickling.decode(header, whole)
-    payload = payload_of(header, whole)
     if header.kind is Kind.TENSOR:
-        buffer = _core.Unguarded(payload) if payload.readonly else payload
-        return tensors.tensor_over(buffer, header.text, header.shape)
+        return tensors.decode_tensor(header, whole)
+    payload = payload_of(header, whole)
     if header.kind is Kind.BYTES:
         return bytes(payload)
     if header.kind is Kind.BYTEARRAY:
         return bytearray(payload)
-    if not header.shape:
-        return payload
-    return payload.cast(cast(Any, header.text), list(header.shape))
+    return _decode_memoryview(header, payload)
 
 
 def payload_of(header: Header, whole: memoryview) -> memoryview:
@@ -105,3 +103,12 @@ def _encode_memoryview(value: memoryview) -> Encoded:
         _core.copy_into(payload, flat)
 
     return Encoded(header, value.nbytes, write)
+
+
+def _decode_memoryview(header: Header, payload: memoryview) -> memoryview:
+    if not header.shape:
+        return payload
+    if header.text not in _CASTABLE_FORMATS:
+        raise ArenaDamaged(f"no memoryview has the format {header.text!r}")
+    headers.check_extent(header, struct.calcsize(header.text))
+    return payload.cast(cast(Any, header.text), list(header.shape))

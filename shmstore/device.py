@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,15 +67,14 @@ def _host_tensor(torch: Any, whole: memoryview) -> Any:
         tensor = tensors.tensor_over(payload, tensors.tensor_dtype_name(dtype), shape)
         return tensor.permute(*range(array.ndim)[::-1]) if header.fortran else tensor
     if header.kind is Kind.TENSOR:
-        payload = _core.Unguarded(codec.payload_of(header, whole))
-        return tensors.tensor_over(payload, header.text, header.shape)
+        return tensors.decode_tensor(header, whole)
     raise BadValue(f"device= is for arrays and tensors; the object is of kind {header.kind.name}")
 
 
 def _copy(torch: Any, store: Store, host: Any, target: Any) -> Any:
     with torch.cuda.device(target):
         result = torch.empty_like(host, device=target)
-        pieces = _pieces(torch, store, host)
+        pieces = _pieces(torch, store, host, target)
         if len(pieces) == 1:
             result.copy_(host, non_blocking=True)
         else:
@@ -96,7 +96,7 @@ def _flat_bytes(torch: Any, tensor: Any) -> Any:
     return torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _pieces(torch: Any, store: Store, host: Any) -> list[tuple[int, int]]:
+def _pieces(torch: Any, store: Store, host: Any, target: Any) -> list[tuple[int, int]]:
     """Byte ranges of the tensor that lie in one piece each, every piece registered if CUDA
     allows."""
     base, mapped_bytes, committed_bytes = store.payload_mapping()
@@ -107,16 +107,22 @@ def _pieces(torch: Any, store: Store, host: Any) -> list[tuple[int, int]]:
     for piece in range(begin // PIECE_BYTES, max(begin + n_bytes - 1, begin) // PIECE_BYTES + 1):
         first, last = piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES
         if last <= committed_bytes:
-            _register(torch, base + first)
+            _register(torch, base + first, target)
         ranges.append((max(first - begin, 0), min(last - begin, n_bytes)))
     return ranges
 
 
-def _register(torch: Any, address: int) -> None:
+def _register(torch: Any, address: int, target: Any) -> None:
     with _lock:
-        if address not in _registered:
-            code = torch.cuda.cudart().cudaHostRegister(address, PIECE_BYTES, _REGISTER_READ_ONLY)
-            _registered[address] = int(code) == 0
+        if address in _registered:
+            return
+        code = torch.cuda.cudart().cudaHostRegister(address, PIECE_BYTES, _REGISTER_READ_ONLY)
+        _registered[address] = int(code) == 0
+    if int(code) != 0:
+        # CUDA keeps the refusal as "last error" and the next launch check would raise it for
+        # somebody else's kernel: let a launch of ours find it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=target)
 
 
 def forget(store: Store) -> None:

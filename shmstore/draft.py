@@ -66,7 +66,8 @@ class Draft:
 
     def seal(self) -> ObjectRef:
         """Publish the bytes, and attach them if `build` named a session. Happens on leaving the
-        block."""
+        block. When it fails (SessionReleased, TableFull) the draft is still there, to be sealed
+        later or discarded; leaving the block discards it."""
         if self._handle is None:
             raise BadValue("the draft is over: it was sealed or discarded already")
         if self._array is not None:
@@ -94,10 +95,14 @@ class Draft:
     ) -> None:
         if self._handle is None:
             return
-        if kind is None:
-            self.seal()
-        else:
+        if kind is not None:
             self.discard()
+            return
+        try:
+            self.seal()
+        except BaseException:
+            self.discard()
+            raise
 
 
 class _ArrayPlan:

@@ -133,7 +133,10 @@ def unpack(view: memoryview) -> Header:
             f"(magic {magic:#x}, kind {kind}, header {header_bytes}, payload {payload_bytes})"
         )
     shape = (*dims[:ndim], *struct.unpack_from(f"<{extra}Q", view, _FIXED.size))
-    text = str(view[text_start : text_start + text_bytes], "utf-8")
+    try:
+        text = str(view[text_start : text_start + text_bytes], "utf-8")
+    except UnicodeDecodeError as error:
+        raise ArenaDamaged(f"the text of a value header is not UTF-8: {error}") from error
     return Header(Kind(kind), header_bytes, payload_bytes, shape, text, code, bool(flags & FORTRAN))
 
 

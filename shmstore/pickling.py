@@ -76,7 +76,9 @@ def dumps(
         }
     try:
         pickler.dump(value)
-    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # the value's own code runs here and may raise anything
         raise NotStorable(f"a {type(value).__qualname__} cannot be pickled: {error}") from error
     return sink.getvalue()
 

@@ -167,7 +167,7 @@ class Store(_core.StoreCore):
             head = arrow.STREAM_HEADS[sort]
         except (KeyError, TypeError):
             raise BadValue(
-                f"sort must be one of {[s.value for s in arrow.Sort]}, not {sort!r}"
+                f"sort must be one of {list(arrow.STREAM_HEADS)}, not {sort!r}"
             ) from None
 
         return self.put_parts(head, parts, session, timeout, parent)
@@ -203,14 +203,22 @@ def _limit(what: str, value: int, most: int) -> int:
     if not 0 <= value <= most:
         raise BadValue(f"{what} must be between 1 and {most}, not {value}")
     return value
+
+
 def _spin(seconds: float) -> float:
     if not isinstance(seconds, (int, float)) or not 0 <= seconds <= SPIN_S_MAX:
         raise BadValue(f"spin_s must be between 0 and {SPIN_S_MAX} seconds, not {seconds!r}")
     return float(seconds)
+
+
 def _encode(value: object, allow_pickle: bool) -> Any:
     return codec.encode(value, allow_pickle=allow_pickle)
+
+
 def _decode(whole: memoryview, allow_pickle: bool) -> Any:
     return codec.decode(whole, allow_pickle=allow_pickle)
+
+
 _core.register_hooks(
     encode=_encode,
     decode=_decode,

@@ -52,9 +52,12 @@ def text_dtype(header: Header) -> np.dtype[Any]:
     if header.dtype_code:
         return np.dtype(headers.NUMPY_CODES[header.dtype_code])
     try:
-        return npy_format.descr_to_dtype(ast.literal_eval(header.text))
+        dtype: np.dtype[Any] = npy_format.descr_to_dtype(ast.literal_eval(header.text))
     except (ValueError, TypeError, SyntaxError) as error:
         raise ArenaDamaged(f"the dtype text {header.text!r} names no numpy dtype") from error
+    if not is_plain_dtype(dtype):  # an object dtype would read the payload as pointers
+        raise ArenaDamaged(f"items of dtype {dtype} never lie in the arena")
+    return dtype
 
 
 def encode_array(array: np.ndarray[Any, Any]) -> Encoded:
@@ -81,6 +84,8 @@ def encode_array(array: np.ndarray[Any, Any]) -> Encoded:
 def decode_array(header: Header, whole: memoryview) -> np.ndarray[Any, Any]:
     """The array over the object's bytes; read-only when they are."""
     dtype = text_dtype(header)
+    if dtype.itemsize == 0 and header.payload_bytes:
+        raise ArenaDamaged("items without bytes have a payload")
     headers.check_extent(header, dtype.itemsize)
     return np.ndarray(
         header.shape,
@@ -152,6 +157,15 @@ def encode_tensor(tensor: Any) -> Encoded:
             torch.frombuffer(payload, dtype=source.dtype).view(shape).copy_(source)
 
     return Encoded(header, payload_bytes, write)
+
+
+def decode_tensor(header: Header, whole: memoryview) -> Any:
+    """The tensor over the object's bytes."""
+    torch = require_torch()
+    headers.check_extent(header, tensor_dtype(torch, header.text).itemsize)
+    payload = whole[header.payload_offset : header.payload_offset + header.payload_bytes]
+    buffer = _core.Unguarded(payload) if payload.readonly else payload
+    return tensor_over(buffer, header.text, header.shape)
 
 
 def tensor_over(payload: Any, dtype_name: str, shape: tuple[int, ...]) -> Any:

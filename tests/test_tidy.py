@@ -40,7 +40,6 @@ LIFECYCLE_MODULES = (
 UPWARD_IMPORTS = {"trainer/cli.py": "`shmrl bench` in a checkout runs the benchmarks, lazily"}
 ENVIRONMENT_READERS = {"actors/child.py": "sets up the environment of the process that it becomes"}
 SLEEPERS = {
-    "trainer/call_pool.py": "one turn of the loop, once, after a process ended by itself",
     "trainer/engine/torch_engine.py": "one turn of the loop before each admission, after an event",
 }
 BROAD_HANDLERS: dict[str, str] = {}
@@ -50,7 +49,7 @@ LONG_FILES = {"csrc/tests/rules.cc": "one executable runs each rule in processes
 LONG_FUNCTIONS: dict[str, str] = {}
 PRIVATE_IMPORTS: dict[str, str] = {}
 
-FILE_LINES_MAX = 500
+FILE_LINES_MAX = 550
 CPP_FILE_LINES_MAX = 1200
 FUNCTION_LINES_MAX = 80
 COMMAND_LINE_FILES = frozenset({"cli.py", "__main__.py"})

@@ -11,6 +11,7 @@ Called from the event loop of the producer process, by judges and by the tool en
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 import sys
 from types import TracebackType
@@ -151,10 +152,8 @@ class _Worker:
 
     async def end(self) -> int:
         if self._process.returncode is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
                 self._process.kill()
-            except ProcessLookupError:
-                await asyncio.sleep(0)  # it ended by itself; the loop has yet to notice
         code = await self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -42,6 +42,7 @@ __all__ = [
     "TaskConfig",
     "load",
     "resolved",
+    "resolved_section",
 ]
 
 
@@ -61,6 +62,9 @@ class RunConfig:
     name: str | None = _opt(None, "Name of the run and of its arena; default: file name and time.")
     folder: str = _opt("runs", "Folder that holds the run folders.")
     seed: int = _opt(0, "Seed of prompts, sampling and initial weights.", ge=0, lt=1 << 31)
+    pin: bool = _opt(
+        True, "Bind each computing process to cores of its own, where there are enough."
+    )
     deterministic: bool = _opt(
         False,
         "Bit-identical repeats on the CPU; needs the sync schedule and torch's deterministic mode.",
@@ -257,7 +261,7 @@ class FaultsConfig:
         gt=0,
     )
     useless_groups_max: int = _opt(
-        2000, "Failed or filtered groups in a row after which the run ends with the reason.", ge=1
+        512, "Failed or filtered groups in a row after which the run ends with the reason.", ge=1
     )
 
 
@@ -321,6 +325,11 @@ def resolved(config: Config) -> dict[str, Any]:
     plain = _plain(config)
     assert isinstance(plain, dict)
     return plain
+
+
+def resolved_section(section: object) -> Any:
+    """One section as plain YAML values."""
+    return _plain(section)
 
 
 def _plain(value: object) -> Any:

@@ -18,56 +18,20 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer import snapshot as snapshots
-from trainer.errors import BadGroup, ConfigError, EndOfData, StalenessError
+from trainer.errors import BadGroup, ConfigError, EndOfData, PartFailed, StalenessError
+from trainer.expiry import Expiry
 from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
-from trainer.rollout import Batch, Group, Prompt, Status
+from trainer.rollout import Batch, Group, Status
 from trainer.staleness import StalenessBudget
+from trainer.work import DispatchConfig, Work
 
 __all__ = ["DispatchConfig", "Dispatcher", "Work"]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One group to produce. `group` is set when members of an earlier attempt are kept (L11,
-    L16).
-    """
-
-    uid: str
-    task: str
-    prompt: Prompt
-    attempt: int = 0
-    group: Group | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchConfig:
-    """Sizes and limits. `batch_groups`: groups in a batch; `group_size`: rollouts in a group.
-
-    `over_sampling`: how much more than a batch lacks may be in production, as a fraction.
-    `attempts_max`: after so many a rollout that still did not finish fails its group, so that a
-    straggler cannot pin its mates for ever. `useless_in_row_max`: so many failed or filtered groups
-    in a row end a task.
-    """
-
-    batch_groups: int
-    group_size: int
-    budget: StalenessBudget = field(default_factory=StalenessBudget)
-    over_sampling: float = 0.0
-    attempts_max: int = 16
-    useless_in_row_max: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("batch_groups", "group_size", "attempts_max", "useless_in_row_max"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not 0.0 <= self.over_sampling <= 8.0:
-            raise ConfigError(f"over_sampling is {self.over_sampling}; allowed are 0 to 8")
 
 
 @dataclass(slots=True, eq=False)
@@ -103,10 +67,10 @@ class Dispatcher:
             )
         self.train_step = 1
         self.model_step = 0
-        self._budget = config.budget
+        self._budget = _agreed_budget(config.budget, buffer.expiry)
         self._tasks = {task: _Task() for task in self.mix.tasks}
         self._in_production: dict[str, tuple[Work, str]] = {}
-        self._drawers: list[asyncio.Future[None]] = []
+        self._drawers: dict[asyncio.Future[None], str] = {}
         self._held: set[str] = set()
         buffer.on_change(self._wake)
 
@@ -122,12 +86,11 @@ class Dispatcher:
             if works:
                 return works
             waiter = asyncio.get_running_loop().create_future()
-            self._drawers.append(waiter)
+            self._drawers[waiter] = owner
             try:
                 await waiter
             finally:
-                if waiter in self._drawers:
-                    self._drawers.remove(waiter)
+                self._drawers.pop(waiter, None)
 
     async def hold(self, owner: str) -> None:
         """Give `owner` no work until `let_go`, also in a draw that waits: it is pausing."""
@@ -178,7 +141,8 @@ class Dispatcher:
         Raises `StalenessError` when it is not there and the engines' model is too old to produce it
         (sync first), and `EndOfData` when no task can fill it.
         """
-        self.train_step = max(self.train_step, train_step)
+        # Not the maximum: a step is taken again when its learner died after it had released (L07).
+        self.train_step = train_step
         self._wake()
         while True:
             need = self._need(train_step)
@@ -207,8 +171,12 @@ class Dispatcher:
         """Never more than so many batches ready or in production, however fresh; for schedules."""
         self._budget = dataclasses.replace(self._budget, batches_ahead_max=batches)
 
-    def must_sync_first(self, train_step: int) -> bool:
-        """Whether `train_step` has to wait for newer weights in the engines (L23)."""
+    async def must_sync_first(self, train_step: int) -> bool:
+        """Whether `train_step` has to wait for newer weights in the engines (L23).
+
+        What is too old for that step is expired first: a batch that looks ready may not be.
+        """
+        await self.buffer.refresh(train_step)
         usable = self._budget.batches_usable(self.model_step, train_step)
         return usable == 0 and not self.ready(train_step)
 
@@ -236,6 +204,10 @@ class Dispatcher:
         again.
         """
         self._held.discard(owner)
+        # What a dead producer asked for must not be given to it when the work comes.
+        for waiter, drawer in self._drawers.items():
+            if drawer == owner and not waiter.done():
+                waiter.set_exception(PartFailed(owner, "it died while it waited for work"))
         offered, lost = self.buffer.owner_died(owner)
         for group in lost:
             self._leave_production(group.uid)
@@ -261,6 +233,10 @@ class Dispatcher:
         """The ledger with what is held now."""
         self.buffer.settle_all()
         return self.buffer.accounts.ledger.report(self.buffer.held())
+
+    def ended_tasks(self) -> dict[str, str]:
+        """Tasks of which no more groups come now, and why."""
+        return {t: state.ended for t, state in self._tasks.items() if state.ended is not None}
 
     def describe(self) -> list[str]:
         """Who waits for what and why; for the watchdog and for errors that state every counter."""
@@ -471,10 +447,25 @@ class Dispatcher:
             self._notice_ends_of_data()
 
     def _wake(self) -> None:
-        drawers, self._drawers = self._drawers, []
-        for waiter in drawers:
+        for waiter in list(self._drawers):
             if not waiter.done():
                 waiter.set_result(None)
+
+
+def _agreed_budget(budget: StalenessBudget, expiry: Expiry) -> StalenessBudget:
+    """The budget with the buffer's token limit; one that outruns expiry would produce for
+    nothing.
+    """
+    if budget.max_token_staleness is None:
+        budget = dataclasses.replace(budget, max_token_staleness=expiry.max_token_staleness)
+    if expiry.max_staleness is not None:
+        expires_at = (expiry.max_staleness + 1) * expiry.sync_interval
+        if budget.limit is None or budget.limit > expires_at:
+            raise ConfigError(
+                f"the staleness budget allows {budget.limit} train steps, but the buffer expires "
+                f"groups at {expires_at}; what is produced beyond that is thrown away"
+            )
+    return budget
 
 
 #: Why a task ended; unlike the other reasons this one can pass.

@@ -19,14 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as hf_logging
 
+from trainer.devices import prepare_device
 from trainer.errors import ConfigError
 from trainer.model_config import ModelConfig
 from trainer.packing import ATTENTION, register_attention
 from trainer.tokenizer import CharTokenizer, HFTokenizer, ModelTokenizer, load_tokenizer
 from trainer.upcycle import upcycle
 
-__all__ = ["ModelError", "build_model", "context_max", "export_hf", "find_gguf", "torch_dtype"]
+__all__ = [
+    "ModelError",
+    "build_model",
+    "build_tokenizer",
+    "context_max",
+    "export_hf",
+    "find_gguf",
+    "torch_dtype",
+]
 
 _READ_BY_MODELS = frozenset({"head_dim"})
 """Config fields that attention modules read although some config classes do not declare them."""
@@ -58,12 +68,19 @@ def build_model(
     problems = config.problems()
     if problems:
         raise ModelError("; ".join(f"model.{name} {text}" for name, text in problems))
+    target = prepare_device(device)
     register_attention()
+    # The run has its own display.
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = dtype or torch_dtype(config.dtype)
     if config.config is not None:
         tokenizer = _tokenizer(config, None)
-        special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        model: Any = _from_scratch({**special, **config.config}, config.init_seed)
+        from_tokenizer = {
+            "vocab_size": tokenizer.vocab_size,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        model: Any = _from_scratch({**from_tokenizer, **config.config}, config.init_seed)
     else:
         folder = Path(config.path) if config.path is not None else _gguf_folder(config)
         model = _from_folder(folder)
@@ -78,7 +95,14 @@ def build_model(
     model.set_attn_implementation(attention)
     if type(model).__name__.endswith(("MoeForCausalLM", "MixtralForCausalLM")):
         model.set_experts_implementation(config.experts_implementation)
-    return model.to(device=device, dtype=kind).eval(), tokenizer
+    return model.to(device=target, dtype=kind).eval(), tokenizer
+
+
+def build_tokenizer(config: ModelConfig) -> ModelTokenizer:
+    """The tokenizer that `build_model` gives, without the model. Raises ModelError."""
+    if config.config is not None or config.tokenizer != "auto":
+        return _tokenizer(config, None)
+    return _tokenizer(config, Path(config.path) if config.path else _gguf_folder(config))
 
 
 def context_max(model: Any) -> int:

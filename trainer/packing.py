@@ -88,7 +88,9 @@ class _Block:
         column = np.arange(self.width)
         real = column[None, :] < sizes[:, None]
         self.scatter = torch.from_numpy(np.flatnonzero(real))
-        slots = np.minimum(starts[:, None] + column[None, :], self.stop - start - 1)
+        # A pad repeats the last token of its own sequence: were it another's, a value that is not
+        # finite there would come through the mask, because 0 × NaN is NaN.
+        slots = starts[:, None] + np.minimum(column[None, :], sizes[:, None] - 1)
         self.gather = torch.from_numpy(slots.reshape(-1))
 
     def to(self, device: torch.device) -> None:
@@ -96,7 +98,7 @@ class _Block:
             self.gather, self.scatter = self.gather.to(device), self.scatter.to(device)
 
     def pad(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[heads, T, d]` → `[rows, heads, width, d]`; pads repeat some real token."""
+        """`[heads, T, d]` → `[rows, heads, width, d]`; pads repeat the last token."""
         part = tensor[:, self.start : self.stop]
         if self.gather is not None:
             part = part.index_select(1, self.gather)

@@ -45,8 +45,10 @@ class Entry:
     alive: bool = True
 
 
-#: (key, seq, entry): the key is the oldest model step, or 0 for plain FIFO.
-_Heap = list[tuple[int, int, Entry]]
+#: (key, seq, serial, entry): the key is the oldest model step, or 0 for plain FIFO. An entry that
+#: is filed again keeps its seq while its dead row may still be here; the serial tells the two
+#: apart.
+_Heap = list[tuple[int, int, int, Entry]]
 
 #: Key of a group without any response: nothing in it ages.
 _NO_TOKENS = 1 << 62
@@ -58,6 +60,7 @@ class ReplayIndex:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.nbytes = 0
+        self._serial = 0
         self.n_rollouts: dict[str, int] = {}
         self._by_uid: dict[str, Entry] = {}
         self._heaps: dict[tuple[str, Status], _Heap] = {}
@@ -82,7 +85,9 @@ class ReplayIndex:
         entry = Entry(group, group.status, seq, deadline)
         self._by_uid[group.uid] = entry
         bucket = (group.task, entry.status)
-        heapq.heappush(self._heaps.setdefault(bucket, []), (self._key(group), seq, entry))
+        self._serial += 1
+        row = (self._key(group), seq, self._serial, entry)
+        heapq.heappush(self._heaps.setdefault(bucket, []), row)
         self._counts[bucket] = self._counts.get(bucket, 0) + 1
         self._count_contents(group, 1)
         if deadline is not None:
@@ -113,7 +118,7 @@ class ReplayIndex:
         """Remove and return the next group in order; None when there is none."""
         heap = self._heaps.get((task, status))
         while heap:
-            entry = heapq.heappop(heap)[2]
+            entry = heapq.heappop(heap)[3]
             if entry.alive:
                 self._forget(entry)
                 return entry
@@ -129,7 +134,7 @@ class ReplayIndex:
         heap = self._heaps[bucket]
         # Its row in the heap stays until it is popped or the dead outnumber the living.
         if len(heap) > 64 and len(heap) > 2 * self._counts[bucket]:
-            self._heaps[bucket] = [row for row in heap if row[2].alive]
+            self._heaps[bucket] = [row for row in heap if row[3].alive]
             heapq.heapify(self._heaps[bucket])
         return entry
 

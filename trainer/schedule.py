@@ -146,7 +146,8 @@ class _Run:
         self.config = config
         self.dispatcher = parts.dispatcher
         self._loop = asyncio.get_running_loop()
-        self._resumed_at = self._loop.time()
+        self._resumed_at = self._paused_at = self._loop.time()
+        self._paused = False
         self._trained = config.first_step - 1
 
     @property
@@ -158,7 +159,10 @@ class _Run:
         """The batch of `step` and how long it was waited for. Syncs first if that is what is
         missing (L23).
         """
-        if self.dispatcher.must_sync_first(step) and self.dispatcher.model_step < self._trained:
+        if (
+            await self.dispatcher.must_sync_first(step)
+            and self.dispatcher.model_step < self._trained
+        ):
             await self.sync_in_flight_or_paused(self._trained)
         started = self._loop.time()
         batch = await self.dispatcher.take(
@@ -174,13 +178,28 @@ class _Run:
                 metrics = await self.parts.learner.train(batch, step)
             except LearnerLost:
                 self.dispatcher.owner_died(self.config.learner)
-                batch, _ = await self.take(step)
+                batch = await self._take_again(step)
                 continue
             self._trained = step
             return metrics, self._loop.time() - started, batch
 
+    async def _take_again(self, step: int) -> Batch:
+        """A batch for a learner's successor; producers at rest work on if a new one is needed."""
+        if not self._paused or self.dispatcher.ready(step):
+            return (await self.take(step))[0]
+        devices = self.parts.devices
+        if devices is not None:
+            await devices.to_engine()
+        await self.resume()
+        batch, _ = await self.take(step)
+        await self.pause()
+        if devices is not None:
+            await devices.to_learner()
+        return batch
+
     async def pause(self) -> PauseReport:
         """Stop the producers, and book how long they had worked."""
+        self._paused = True
         window = self.dispatcher.buffer.accounts.window
         window.production_s += self._loop.time() - self._resumed_at
         self._paused_at = self._loop.time()
@@ -188,6 +207,7 @@ class _Run:
 
     async def resume(self) -> None:
         """Let the producers go on, and book how long they had stood still."""
+        self._paused = False
         await self.parts.producer.resume()
         self._resumed_at = self._loop.time()
         self.dispatcher.buffer.accounts.window.pause_s += self._resumed_at - self._paused_at
@@ -258,8 +278,11 @@ async def _run_sync(run: _Run) -> None:
         started = asyncio.get_running_loop().time()
         if devices is not None:
             await devices.to_engine()
-        await run.take_weights(step, "pause")
+        # The checkpoint comes before anything may be drawn for the next step: what a resumed run
+        # draws is then exactly what this one does.
+        await run.parts.sync_weights(step, "pause")
         await run.after_sync(step)
+        await run.dispatcher.set_steps(train_step=step + 1, model_step=step)
         await run.finish_step(
             StepReport(
                 step,

@@ -33,8 +33,9 @@ import msgspec
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 
+from trainer import segment_codec
 from trainer.errors import SnapshotError, SnapshotVersion
-from trainer.rollout import Group, Status
+from trainer.rollout import Group, Segment, Status
 
 if TYPE_CHECKING:
     from shmstore import ObjectRef, Store
@@ -273,11 +274,31 @@ def _restore_sessions(
                         readers[number] = pa.ipc.open_file(source)
                     loaded = readers[number].get_batch_with_custom_metadata(index)
                     value = _from_batch(loaded.batch, dict(loaded.custom_metadata or {}))
-                    ref = refs[number, index] = store.put(value)
+                    ref = refs[number, index] = _put(store, value)
                 store.sessions.attach(session_id, ref, parent=parent)
     except BaseException:
         store.sessions.release(opened, owner=owner)
         raise
+
+
+def _put(store: Store, value: Any) -> ObjectRef:
+    """Segments are written as `trainer.trace` writes them, to the byte; the rest as the store
+    does.
+    """
+    if not segment_codec.is_segment(value):
+        return store.put(value)
+    columns = segment_codec.read(value)
+    segment = Segment(
+        token_ids=columns.token_ids,
+        labels=columns.labels,
+        logprobs=columns.logprobs,
+        model_steps=columns.model_steps,
+        text=columns.text,
+        routed_experts=columns.routed_experts,
+        n_routed=columns.n_routed,
+        routed_before=columns.routed_before,
+    )
+    return store.put_stream(segment_codec.encode(segment))
 
 
 def _data_folder(folder: Path) -> Path:

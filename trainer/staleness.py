@@ -51,6 +51,8 @@ class StalenessBudget:
 
     max_staleness: int | None = 0
     sync_interval: int = 1
+    #: A rollout all of whose tokens are older than this cannot be trained (L18).
+    max_token_staleness: int | None = None
     #: Batches that may be ready or in production however fresh they are; bounds the buffer.
     batches_ahead_max: int = 8
 
@@ -64,8 +66,13 @@ class StalenessBudget:
 
     @property
     def limit(self) -> int | None:
-        """The staleness at which a rollout is expired, in train steps."""
-        return None if self.max_staleness is None else (self.max_staleness + 1) * self.sync_interval
+        """The staleness at which a fresh rollout is of no use any more, in train steps."""
+        limits = []
+        if self.max_staleness is not None:
+            limits.append((self.max_staleness + 1) * self.sync_interval)
+        if self.max_token_staleness is not None:
+            limits.append(self.max_token_staleness + 1)
+        return min(limits, default=None)
 
     def batches_usable(self, model_step: int, next_train_step: int) -> int:
         """How many coming batches can still use what `model_step` samples now; 0: too old, stop.

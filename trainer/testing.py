@@ -70,6 +70,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now
 
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        self._jumping.in_threads += 1
+        try:
+            await super().shutdown_default_executor(*args)
+        finally:
+            self._jumping.in_threads -= 1
+
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Any, *args: Any
     ) -> Any:

@@ -1,7 +1,7 @@
 """Text to tokens and back: the protocol, a character tokenizer, and Hugging Face's own.
 
 Owns nothing but the mapping; both classes are immutable and may be shared by threads. Imports
-transformers only when a Hugging Face tokenizer is loaded, and never torch.
+transformers only when a Hugging Face tokenizer is read or written, and never torch.
 """
 
 from __future__ import annotations
@@ -77,8 +77,26 @@ class CharTokenizer:
         return self.encode("".join(str(message["content"]) for message in messages))
 
     def save(self, folder: Path) -> None:
+        """Writes what `load_tokenizer` reads, and the same tokenizer for transformers beside it, so
+        that a model exported with it is whole for others.
+        """
         record = {"format": _CHAR_FORMAT, "alphabet": self.alphabet}
         (folder / _CHAR_FILE).write_text(json.dumps(record), encoding="utf-8")
+        self._as_transformers().save_pretrained(str(folder))
+
+    def _as_transformers(self) -> Any:
+        from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Fast
+        from transformers import PreTrainedTokenizerFast
+
+        pad, eos = (AddedToken(name, special=True) for name in ("<pad>", "<eos>"))
+        ids = {"<pad>": self.pad_token_id, "<eos>": self.eos_token_id, **self._id_of}
+        fast = Fast(models.WordLevel(ids, unk_token="<pad>"))
+        fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        fast.decoder = decoders.Fuse()
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=fast, pad_token=pad, eos_token=eos
+        )
 
 
 class HFTokenizer:

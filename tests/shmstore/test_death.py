@@ -148,6 +148,27 @@ def test_views_survive_the_closed_store_and_the_interpreters_end(store: Store) -
     assert store.stats().pinned == 0
 
 
+def test_the_interpreter_ends_cleanly_while_daemon_threads_wait(store: Store) -> None:
+    """They wait for a seal, for room, and copy: none may hold up or abort the exit."""
+    result = run_script(
+        "import sys, threading\n"
+        "import numpy as np\n"
+        "from shmstore import Store\n"
+        "store = Store.attach(sys.argv[1]); draft = store.build(10)\n"
+        "started = threading.Barrier(4)\n"
+        "def wait(): started.wait(); store.get(draft.ref, timeout=float('inf'))\n"
+        "def copy():\n"
+        "    started.wait(); big = np.zeros(40 << 20, 'u1')\n"
+        "    while True: store.put(big, timeout=60)\n"
+        "for work in (wait, copy, copy): threading.Thread(target=work, daemon=True).start()\n"
+        "started.wait(); threading.Event().wait(0.2); print('end')\n",
+        store.name,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
+    store.sweep()
+    assert store.stats().used == 0
+
+
 def test_views_of_this_process_survive_close() -> None:
     with temporary_store("4MiB") as store:
         ref = store.put(np.arange(100))

@@ -1,8 +1,9 @@
 """The arena against a dictionary: random operations by real processes that are killed, stopped,
 forked and attached anew, and after every step the arena says what the dictionary says.
 
-The model knows three things: which sessions exist and who owns them, which objects each holds, and
-which process holds which never-attached object. Everything the store promises follows from those.
+The model knows which sessions exist and who owns them, which objects each holds, which process
+holds which never-attached object, and which owner a process acts as, with what heir. Everything the
+store promises follows from those.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -127,6 +128,8 @@ class ArenaAgainstDictionary(RuleBasedStateMachine):
         self.sessions: dict[str, tuple[str, list[Thing]]] = {}
         self.joined: set[int] = set()
         self.stopped: set[int] = set()
+        self.bound: dict[int, str] = {}
+        self.heirs: dict[str, str | None] = {}
         self.key = 0
 
     def teardown(self) -> None:
@@ -303,6 +306,15 @@ class ArenaAgainstDictionary(RuleBasedStateMachine):
         for name in ending:
             del self.sessions[name]
 
+    @rule(wish=wishes, owner=st.sampled_from(OWNERS), heir=st.none() | st.sampled_from(OWNERS))
+    def bind(self, wish: int, owner: str, heir: str | None) -> None:
+        number = self.process(wish)
+        if number is None or number in self.bound or heir == owner:
+            return
+        self.puppets[number].call(session_call, "bind", owner, heir)
+        self.bound[number] = owner
+        self.heirs[owner] = heir
+
     @rule(wish=wishes)
     def kill(self, wish: int) -> None:
         number = wish % PROCESSES
@@ -316,8 +328,7 @@ class ArenaAgainstDictionary(RuleBasedStateMachine):
         if (number := self.process(wish)) is None:
             return
         self.puppets[number].call(rejoin, self.store.name)
-        for thing in self.things:
-            thing.holders.discard(number)
+        self.let_go(number)
 
     @rule(wish=wishes)
     def fork(self, wish: int) -> None:
@@ -343,8 +354,22 @@ class ArenaAgainstDictionary(RuleBasedStateMachine):
     def forget(self, number: int) -> None:
         self.joined.discard(number)
         self.stopped.discard(number)
+        self.let_go(number)
+
+    def let_go(self, number: int) -> None:
+        """The process has left: its holds drop, and its owner's sessions fall to the heir if it
+        was the last that acted as that owner."""
         for thing in self.things:
             thing.holders.discard(number)
+        owner = self.bound.pop(number, None)
+        if owner is None or owner in self.bound.values():
+            return
+        heir = self.heirs.pop(owner)
+        for session in [s for s, (holder, _) in self.sessions.items() if holder == owner]:
+            if heir is None:
+                del self.sessions[session]
+            else:
+                self.sessions[session] = (heir, self.sessions[session][1])
 
     # -- after every step
     # ----------------------------------------------------------------------------------
@@ -377,6 +402,7 @@ def test_random_operations_of_mortal_processes_agree_with_a_dictionary() -> None
                 stateful_step_count=STEPS,
                 deadline=None,
                 print_blob=True,
+                phases=[Phase.reuse, Phase.generate],  # add Phase.shrink to debug: it takes minutes
                 suppress_health_check=list(HealthCheck),
             ),
         )

@@ -198,6 +198,15 @@ def test_a_late_insert_never_resurrects_a_released_session(store: Store) -> None
     assert store.stats().objects == 1
 
 
+def test_leaving_a_block_whose_session_is_gone_discards_the_draft(store: Store) -> None:
+    store.sessions.open("s", owner="me")
+    draft = store.build(1 << 20, session="s")
+    with pytest.raises(SessionReleased) as caught, draft:
+        store.sessions.release(["s"], owner="me")
+    assert caught.value.__traceback__ is not None, "the traceback, and the draft with it, is alive"
+    assert store.stats().used == 0
+
+
 def test_a_draft_of_an_old_session_is_not_attached_to_its_namesake(store: Store) -> None:
     s = store.sessions
     s.open("s", owner="me")

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from trainer.environment import Session
-from trainer.rollout import Prompt
+from trainer.errors import ToolError
+from trainer.rollout import Message, Prompt
 
-__all__ = ["SingleTurn"]
+__all__ = ["SingleTurn", "said"]
 
 
 class SingleTurn:
     """Lets the policy answer the prompt once."""
 
     async def run(self, session: Session, prompt: Prompt) -> None:
-        """The prompt is already in the session; one generation ends the conversation."""
-        await session.generate()
+        """One generation ends the conversation."""
+        await session.generate(said(prompt))
+
+
+def said(prompt: Prompt) -> str | tuple[int, ...] | tuple[Message, ...]:
+    """What a conversation begins with: the prompt's tokens, messages or text."""
+    for content in (prompt.token_ids, prompt.messages, prompt.text):
+        if content is not None:
+            return content
+    raise ToolError(f"prompt {prompt.uid} has neither tokens nor messages nor text")

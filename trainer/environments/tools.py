@@ -19,6 +19,7 @@ from typing import Any
 
 from trainer.call_pool import CallFailed, CallPool
 from trainer.environment import Session
+from trainer.environments.single_turn import said
 from trainer.errors import ToolError
 from trainer.rollout import Prompt
 
@@ -43,7 +44,7 @@ class ToolLoop:
 
     async def run(self, session: Session, prompt: Prompt) -> None:
         """One conversation. Raises ToolError when a tool raises, dies or exceeds its limit."""
-        turn = await session.generate()
+        turn = await session.generate(said(prompt))
         for _ in range(self._max_turns - 1):
             calls = calls_in(turn.text)
             if not calls:

@@ -11,7 +11,7 @@ import pytest
 
 from shmstore import Store
 from tests.trainer.lifecycle.kit import Questions
-from trainer.dispatch import DispatchConfig, Dispatcher, Work
+from trainer.dispatch import Dispatcher
 from trainer.errors import BadGroup, ConfigError, EndOfData, PartFailed, StalenessError
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.prompts import PromptSampler, TaskMix
@@ -20,6 +20,7 @@ from trainer.rollout import Group, Status
 from trainer.staleness import StalenessBudget
 from trainer.testing import store_group
 from trainer.trace import TraceStore
+from trainer.work import DispatchConfig, Work
 
 P, L = "producer-0", "learner"
 
@@ -90,7 +91,7 @@ async def test_L23_a_model_that_is_too_old_stops_production_at_once(store: Store
     await waiting
     await dispatcher.set_steps(train_step=2)
     assert await _would_wait(dispatcher)
-    assert dispatcher.must_sync_first(2)
+    assert await dispatcher.must_sync_first(2)
 
 
 async def test_L23_when_neither_training_nor_producing_can_go_on_the_error_states_every_counter(
@@ -119,7 +120,7 @@ async def test_L23_the_ready_batch_is_trained_also_when_the_model_is_too_old(
     for work in await _draw(dispatcher):
         await dispatcher.put(_made(traces, work), owner=P)
     assert len(await dispatcher.take(1, owner=L, timeout=1)) == 2
-    assert dispatcher.must_sync_first(2)
+    assert await dispatcher.must_sync_first(2)
 
 
 async def test_L31_tasks_share_the_budget_by_weight(store: Store) -> None:
@@ -200,6 +201,17 @@ async def test_L12_the_prompts_of_a_dead_producer_go_out_again_and_its_sessions_
     assert [w.prompt.uid for w in again] == [w.prompt.uid for w in first]
     assert [w.attempt for w in again] == [1, 1]
     dispatcher.check_books()
+
+
+async def test_L12_a_draw_that_a_dead_producer_left_behind_gets_no_work(store: Store) -> None:
+    dispatcher = _dispatcher(store)
+    await _draw(dispatcher)
+    left_behind = asyncio.create_task(dispatcher.draw(P))
+    await asyncio.sleep(0)
+    dispatcher.owner_died(P)
+    with pytest.raises(PartFailed, match="died while it waited"):
+        await left_behind
+    assert len(await _draw(dispatcher)) == 2  # the successor, under the same name
 
 
 async def test_L12_a_lent_group_dies_with_its_producer_and_its_prompt_goes_out_again(
@@ -353,6 +365,13 @@ async def test_over_sampling_stops_when_the_batch_is_complete(
         await dispatcher.put(_made(traces, work), owner=P)
     await dispatcher.cancel(_made(traces, works[2]), owner=P)
     assert await _would_wait(dispatcher)
+
+
+def test_L23_a_budget_that_outruns_expiry_is_refused(store: Store) -> None:
+    with pytest.raises(
+        ConfigError, match="allows 3 train steps, but the buffer expires groups at 1"
+    ):
+        _dispatcher(store, m=2, expiry=Expiry(max_staleness=0))
 
 
 def test_a_mix_of_other_tasks_than_the_sources_is_refused(store: Store) -> None:

@@ -172,6 +172,19 @@ async def test_L14_no_call_looks_at_groups_that_it_does_not_return(
     assert len(index.pop_expired(10)) == len(range(0, n, 7)) - 3
 
 
+def test_L14_an_entry_that_is_filed_again_in_its_old_place_does_not_meet_its_dead_row() -> None:
+    index = replay_index.ReplayIndex(replay_index.Order.FIFO)
+    for uid in "abc":
+        group = Group(uid, "math", None, (Rollout(uid, status=Status.COMPLETED),))
+        index.add(group, ord(uid), None)
+    for _ in range(3):
+        removed = index.remove("b")  # its row stays in the heap
+        assert removed is not None
+        index.add(removed.group, removed.seq, None)
+    assert [index.pop("math", Status.COMPLETED).group.uid for _ in "abc"] == ["a", "b", "c"]  # type: ignore[union-attr]
+    assert index.pop("math", Status.COMPLETED) is None
+
+
 async def test_L14_a_taker_wakes_when_its_batch_is_complete_and_not_before(
     store: Store, traces: TraceStore
 ) -> None:

@@ -17,12 +17,16 @@ steps = st.integers(0, 30)
 small = st.integers(0, 4)
 
 
-@given(steps, small, st.integers(1, 4), steps)
+@given(steps, small, st.integers(1, 4), st.none() | small, steps)
 def test_L23_usable_batches_are_exactly_the_steps_that_can_still_train_it(
-    model_step: int, m: int, s: int, next_step: int
+    model_step: int, m: int, s: int, max_token: int | None, next_step: int
 ) -> None:
-    budget = StalenessBudget(max_staleness=m, sync_interval=s, batches_ahead_max=1000)
-    can = [t for t in range(next_step, 200) if token_staleness(t, model_step) < (m + 1) * s]
+    budget = StalenessBudget(m, s, max_token, batches_ahead_max=1000)
+    expiry = Expiry(max_staleness=m, sync_interval=s, max_token_staleness=max_token)
+    fresh = Rollout("s", model_step_min=model_step, model_step_max=model_step)
+    deadline = expiry.rollout_deadline(fresh)
+    assert deadline is not None
+    can = [t for t in range(next_step, 200) if t < deadline]
     assert budget.batches_usable(model_step, next_step) == len(can)
 
 

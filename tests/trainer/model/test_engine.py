@@ -371,20 +371,52 @@ def test_a_cancelled_request_leaves_the_batch() -> None:
 
 
 def test_logits_that_are_not_finite_fail_one_rollout_and_poison_nobody() -> None:
+    long, short = [3, 4, 5, 6, 7, 8, 9, 10], [3, 4]
+
     async def run() -> None:
         async with running("llama", prefix_bytes=0) as engine:
             embedding = engine._runner.model.model.embed_tokens
             poisoned = embedding.weight.detach().clone()  # untied: the head must stay finite
             poisoned[50] = float("nan")
             embedding.weight = torch.nn.Parameter(poisoned)
-            good = asyncio.create_task(engine.generate(request("good", [3, 4, 5], temperature=0.0)))
-            with pytest.raises(EngineError, match="not finite"):
-                await engine.generate(request("bad", [3, 50]))
+            bad = [request(f"bad{i}", [50] * 20) for i in range(2)]
+            good = asyncio.create_task(engine.generate(request("good", short, temperature=0.0)))
+            for failure in await asyncio.gather(
+                *[engine.generate(one) for one in bad], return_exceptions=True
+            ):
+                assert isinstance(failure, EngineError)
+                assert "not finite" in str(failure)
             made = await good
-            again = await engine.generate(request("again", [3, 4, 5], temperature=0.0))
+            # In the slots of the failed, one long and one short: what lies behind the short one's
+            # end is masked, and must be finite all the same.
+            _, again = await asyncio.gather(
+                engine.generate(request("long", long, temperature=0.0)),
+                engine.generate(request("again", short, temperature=0.0)),
+            )
             assert made.token_ids.tolist() == again.token_ids.tolist()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama"])
+def test_sequences_that_run_go_on_when_the_cache_grows_under_them(name: str) -> None:
+    first, later = request("first", [3, 4, 5], max_new_tokens=20), request("later", [6] * 70)
+
+    async def run() -> list[Generation]:
+        async with running(name) as engine:
+            brake = Brake(engine, at=5)
+            task = asyncio.create_task(engine.generate(first))
+            await brake.reached()
+            more = asyncio.create_task(engine.generate(later))
+            await asyncio.sleep(0)  # it is in the worker's inbox
+            brake.let_go()
+            return [await task, await more]
+
+    made = asyncio.run(run())
+    assert len(made[0].token_ids) > 5
+    model, tokenizer = family(name)
+    for asked, result in zip((first, later), made, strict=True):
+        _same(result, generate(model, tokenizer, [asked])[0])
 
 
 def test_closing_ends_everybody_with_what_they_have() -> None:

@@ -46,6 +46,11 @@ def test_an_exported_model_loads_with_from_pretrained_and_with_path(
     torch.testing.assert_close(outside, _logits(model, ids), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(_logits(again, ids), _logits(model, ids))
     assert its_tokenizer.encode("12<") == tokenizer.encode("12<")
+    outsiders = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "step-1"))
+    text = "7204<\n zZ"
+    assert outsiders.encode(text) == tokenizer.encode(text)
+    assert outsiders.decode([*outsiders.encode(text), 1], skip_special_tokens=True) == text
+    assert (outsiders.pad_token_id, outsiders.eos_token_id) == (0, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
@@ -56,6 +61,14 @@ def test_the_same_config_gives_the_same_weights_and_leaves_the_random_state_alon
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert context_max(one) == 128
+
+
+def test_a_model_from_scratch_takes_what_its_config_leaves_open_from_the_tokenizer() -> None:
+    config = {**COMMON, **FAMILIES["llama"]}
+    del config["vocab_size"]
+    model, tokenizer = build_model(ModelConfig(config=config, tokenizer="char", alphabet="01<"))
+    assert model.config.vocab_size == tokenizer.vocab_size == 5
+    assert (model.config.pad_token_id, model.config.eos_token_id) == (0, 1)
 
 
 @pytest.mark.parametrize(

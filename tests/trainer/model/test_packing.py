@@ -70,6 +70,16 @@ def test_each_sequence_is_in_one_pass_and_no_pass_is_too_large(
         assert len(one) == 1 or sum(lengths[index] for index in one) <= tokens_max
 
 
+def test_a_sequence_that_is_not_finite_keeps_it_to_itself() -> None:
+    query, key, value = (torch.randn(1, 2, 30, 8) for _ in range(3))
+    for tensor in (query, key, value):
+        tensor[:, :, 3:25] = float("nan")
+    mixed = PackedLayout([3, 22, 5]).attend(0, query, key, value, 0.3, None)[0]
+    assert mixed[:3].isfinite().all()
+    assert mixed[25:].isfinite().all()
+    assert mixed[3:25].isnan().all()
+
+
 def test_a_packed_model_refuses_a_call_without_a_layout() -> None:
     model, _ = family("llama")
     with pytest.raises(LayoutMissing, match="layout=PackedLayout"):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
+from tests.processes import own_children
 from trainer.config import EnvironmentConfig, SourceConfig, TaskConfig
 from trainer.environment import Turn
 from trainer.environments import BadPrompts, ByTask, ToolLoop, build_environment, build_source
@@ -57,7 +57,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def script(turns: Sequence[str]) -> ScriptedSession:
-    return ScriptedSession(lambda heard: turns[min(len(heard), len(turns) - 1)])
+    return ScriptedSession(lambda heard: turns[min(len(heard) - 1, len(turns) - 1)])
 
 
 @pytest.fixture
@@ -74,21 +74,21 @@ async def converse(tools: Path, session: ScriptedSession, timeout_s: float = 20.
         await loop.run(session, session.prompt)
     finally:
         await loop.aclose()
-    assert psutil.Process().children() == []
+    assert own_children() == []
 
 
 async def test_a_tool_call_is_answered_and_the_model_goes_on(tools: Path) -> None:
     session = script([f"let me see {call('add', a=2, b=3)}{call('add', a=1, b=1)}", "it is 5"])
     await converse(tools, session)
     assert session.text.endswith("it is 5")
-    assert '{"sum": 5}' in session.heard[0]
-    assert session.heard[0].index('{"sum": 5}') < session.heard[0].index('{"sum": 2}')
+    assert '{"sum": 5}' in session.heard[1]
+    assert session.heard[1].index('{"sum": 5}') < session.heard[1].index('{"sum": 2}')
 
 
 async def test_a_model_that_always_calls_tools_ends_at_max_turns(tools: Path) -> None:
     session = script([call("add", a=1, b=1)])
     await converse(tools, session)
-    assert len(session.heard) == 3
+    assert len(session.heard) == 4  # the prompt, then three answers
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ async def test_a_model_that_always_calls_tools_ends_at_max_turns(tools: Path) ->
 async def test_a_malformed_call_is_told_to_the_model(tools: Path, turn: str, words: str) -> None:
     session = script([turn, "sorry"])
     await converse(tools, session)
-    assert words in session.heard[0]
+    assert words in session.heard[1]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_L13_an_environment_that_never_ends_fails_its_rollout(tmp_path: Pa
 def test_a_users_class_without_run_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "env.py"
     file.write_text("class Empty: pass\nclass Broken:\n    def __init__(self): raise OSError(1)\n")
-    with pytest.raises(TargetError, match="no `async def run"):
+    with pytest.raises(TargetError, match=r"no `async def run"):
         build_environment(EnvironmentConfig(kind="class", target=f"{file}:Empty"))
     with pytest.raises(TargetError, match="has no `Missing`"):
         build_environment(EnvironmentConfig(kind="class", target=f"{file}:Missing"))

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.processes import own_children
 from trainer.call_pool import CallFailed, CallPool, CallTimedOut
 from trainer.config import JudgeConfig, SourceConfig, TaskConfig
 from trainer.errors import JudgeError
@@ -122,7 +123,7 @@ async def test_L13_a_bad_judge_fails_one_verdict_and_leaves_no_process(
     judge = JudgeConfig(kind="callable", target=f"{bad}:{name}", timeout_s=0.5)
     with pytest.raises(JudgeError, match=words):
         await verdict(judge, 1, "x")
-    assert psutil.Process().children() == []
+    assert own_children() == []
 
 
 async def test_prints_and_coroutines_of_a_judge_do_no_harm(bad: Path) -> None:

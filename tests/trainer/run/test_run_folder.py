@@ -43,6 +43,12 @@ def test_a_run_is_never_written_over_and_a_folder_without_a_run_is_refused(
         RunFolder.open(tmp_path / "nothing")
 
 
+def write_until_the_disk_is_full(folder: RunFolder, step: int) -> None:
+    with folder.new_checkpoint(step) as draft:
+        (draft / "half").write_text("x")
+        raise OSError("no space left on device")
+
+
 def checkpoint(folder: RunFolder, step: int) -> None:
     with folder.new_checkpoint(step) as draft:
         (draft / "data").write_text(str(step))
@@ -50,9 +56,8 @@ def checkpoint(folder: RunFolder, step: int) -> None:
 
 def test_L24_a_checkpoint_that_fails_leaves_the_one_before_and_no_draft(folder: RunFolder) -> None:
     checkpoint(folder, 10)
-    with pytest.raises(OSError, match="no space"), folder.new_checkpoint(20) as draft:
-        (draft / "half").write_text("x")
-        raise OSError("no space left on device")
+    with pytest.raises(OSError, match="no space"):
+        write_until_the_disk_is_full(folder, 20)
     assert folder.latest_checkpoint() == (10, folder.checkpoints / "step-10")
     assert sorted(p.name for p in folder.checkpoints.iterdir()) == ["latest", "step-10"]
 

@@ -1,0 +1,529 @@
+"""A whole run on virtual time with random faults, decided by one seed.
+
+Real: arena, traces, replay buffer, dispatcher, producers, conversations, schedules, snapshots.
+Pretended: the model (scripted engine), the learner's arithmetic, time. Everything that can die
+does: producers, the learner at three places of its step, the engine, judges, the whole driver,
+which then resumes from its last snapshot in a new arena.
+
+What must hold, whatever happens, is in `_Checker`; `violations` of a run that is not as it must be
+are raised as `Violation` with the seed. Called by the test and by `python -m tests.simulation`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shmstore import Store
+from shmstore.testing import temporary_store
+from tests.trainer.lifecycle.kit import CountingJudge, OneTurn, Questions, TwoTurns
+from trainer import snapshot
+from trainer.dispatch import Dispatcher
+from trainer.engine.protocol import SyncMode, WeightsVersion
+from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine, routing_of
+from trainer.errors import EndOfData, LearnerLost
+from trainer.evaluation import Evaluator
+from trainer.expiry import Expiry, ExpiryAction
+from trainer.pending import ProducerConfig, ProducerParts
+from trainer.producer import PauseReport, Producer
+from trainer.prompts import PromptSampler, TaskMix
+from trainer.replay import ReplayBuffer
+from trainer.rollout import IGNORE_LABEL, Batch, Group, Prompt, Status, Trace
+from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_schedule
+from trainer.staleness import StalenessBudget, mask_stale_labels, token_staleness
+from trainer.testing import run_virtual
+from trainer.trace import TraceStore
+from trainer.work import DispatchConfig, Work
+
+LEARNER = "learner"
+
+
+class Violation(AssertionError):
+    """Something that must always hold did not."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One random run: what is configured, and how often what goes wrong."""
+
+    seed: int
+    schedule: str
+    sync_mode: SyncMode
+    sync_interval: int
+    max_staleness: int
+    max_token_staleness: int | None
+    action: ExpiryAction
+    tail_batch: int | None
+    order: str
+    tasks: Mapping[str, float]
+    sizes: Mapping[str, int | None]
+    batch_groups: int
+    group_size: int
+    over_sampling: float
+    partial_rollout: bool
+    n_producers: int
+    max_bytes: int | None
+    two_turns: bool
+    script: Script
+    steps: int
+    judge_failure_rate: float
+    kills: Mapping[str, float]  # mean seconds between deaths of each kind
+    checkpoint_every: int
+    crash_after_s: float | None
+
+    @classmethod
+    def from_seed(cls, seed: int) -> Plan:
+        """Everything follows from the seed."""
+        rng = random.Random(seed)
+        s = rng.choice([1, 1, 2, 3])
+        schedule = rng.choice(["async", "async", "async", "sync", "colocated"])
+        action = rng.choice(list(ExpiryAction))
+        tasks = rng.choice([{"math": 1.0}, {"math": 2.0, "code": 1.0}])
+        tail = None if action is ExpiryAction.DROP else rng.choice([0, 0, 2, 4])
+        checkpoints = rng.random() < 0.4
+        return cls(
+            seed=seed,
+            schedule=schedule,
+            sync_mode=rng.choice(["pause", "in_flight"]) if schedule == "async" else "pause",
+            sync_interval=s if schedule == "async" else 1,
+            max_staleness=rng.choice([0, 1, 2]),
+            max_token_staleness=rng.choice([None, None, 1, 3]),
+            action=action,
+            tail_batch=tail,
+            order=rng.choice(["staleness", "fifo"]),
+            tasks=tasks,
+            sizes={task: rng.choice([None, None, None, 40]) for task in tasks},
+            batch_groups=rng.randint(1, 4),
+            group_size=rng.randint(1, 3),
+            over_sampling=rng.choice([0.0, 0.5, 1.0]),
+            partial_rollout=rng.random() < 0.7,
+            n_producers=rng.choice([1, 1, 2]),
+            max_bytes=rng.choice([None, None, 40_000]),
+            two_turns=rng.random() < 0.5,
+            script=Script(
+                seed=seed,
+                tokens_max=rng.choice([2, 8, 16]),
+                first_token_s=rng.choice([0.0, 0.1]),
+                token_s=rng.choice([0.05, 0.2, 1.0]),
+                failure_rate=rng.choice([0.0, 0.0, 0.1]),
+                stall_rate=rng.choice([0.0, 0.0, 0.05]),
+            ),
+            steps=rng.randint(4, 9),
+            judge_failure_rate=rng.choice([0.0, 0.0, 0.1]),
+            kills={
+                kind: rng.choice([0.0, 0.0, 8.0, 25.0])
+                for kind in ("producer", "learner", "engine")
+            },
+            checkpoint_every=(s if schedule == "async" else 1) if checkpoints else 0,
+            crash_after_s=rng.uniform(1, 40) if checkpoints else None,
+        )
+
+
+class _Judge(CountingJudge):
+    """Rewards by number; some verdicts fail or never come."""
+
+    def __init__(self, rng: random.Random, failure_rate: float) -> None:
+        super().__init__()
+        self._rng = rng
+        self._rate = failure_rate
+
+    async def score(self, prompt: Prompt, text: str, trace: Trace) -> float:
+        await asyncio.sleep(self._rng.uniform(0, 0.3))
+        if self._rng.random() < self._rate:
+            if self._rng.random() < 0.5:
+                raise ValueError("the judge has no opinion")
+            await asyncio.sleep(1e6)
+        return await super().score(prompt, text, trace)
+
+
+class _Wire:
+    """A producer's connection to the dispatcher; cut by its death, with calls under way lost."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self.cut = False
+
+    async def _call(self, name: str, *args: Any, **options: Any) -> Any:
+        if self.cut:
+            await asyncio.get_running_loop().create_future()  # no answer comes, ever
+        return await getattr(self._dispatcher, name)(*args, **options)
+
+    async def draw(self, owner: str, n: int = 1) -> Sequence[Work]:
+        return await self._call("draw", owner, n)  # type: ignore[no-any-return]
+
+    async def hold(self, owner: str) -> None:
+        await self._call("hold", owner)
+
+    async def let_go(self, owner: str) -> None:
+        await self._call("let_go", owner)
+
+    async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status:
+        return await self._call("put", group, owner=owner, timeout=timeout)  # type: ignore[no-any-return]
+
+    async def cancel(self, group: Group, *, owner: str) -> int:
+        return await self._call("cancel", group, owner=owner)  # type: ignore[no-any-return]
+
+    async def give_back(self, owner: str) -> int:
+        return await self._call("give_back", owner)  # type: ignore[no-any-return]
+
+
+class _Checker:
+    """What holds whatever happens."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        #: Train step -> uids of the groups trained by it, in this history.
+        self.history: dict[int, list[str]] = {}
+
+    def demand(self, condition: bool, what: str) -> None:
+        if not condition:
+            raise Violation(f"seed {self.plan.seed}: {what}")
+
+    def batch(self, batch: Batch, step: int, traces: TraceStore, dispatcher: Dispatcher) -> None:
+        """A batch that the learner is about to train."""
+        plan = self.plan
+        total = len(batch.groups)
+        self.demand(total == plan.batch_groups, f"step {step} got {total} groups")
+        if dispatcher.ended_tasks() == {}:
+            split = dispatcher.mix.split(step, plan.batch_groups)
+            found = {task: sum(g.task == task for g in batch.groups) for task in split}
+            self.demand(found == split, f"step {step} is split {found}, not {split}")
+        for group in batch.groups:
+            self.demand(len(group.rollouts) == plan.group_size, f"{group.uid} is not whole")
+            self.demand(group.status is Status.COMPLETED, f"{group.uid} is {group.status}")
+        for rollout in batch.rollouts:
+            for leaf in rollout.leaves:
+                self.trace(traces.export(rollout.session_id, node=leaf), step)
+
+    def trace(self, trace: Trace, step: int) -> None:
+        """Tokens, routing and staleness of one trainable path."""
+        plan = self.plan
+        assert trace.routed_experts is not None
+        wanted = routing_of(plan.script, trace.token_ids)
+        self.demand(
+            bool((trace.routed_experts[:-1] == wanted[:-1]).all()), "routing of another token"
+        )
+        sampled = trace.model_steps >= 0
+        self.demand(bool(sampled.any()), "a trace without a sampled token")
+        self.demand(
+            bool((sampled == (trace.labels != IGNORE_LABEL)).all()), "labels and samples disagree"
+        )
+        oldest = int(trace.model_steps[sampled].min())
+        age = token_staleness(step, oldest)
+        limit = (plan.max_staleness + 1) * plan.sync_interval
+        self.demand(0 <= age < limit, f"step {step} trains a token of step {oldest}, limit {limit}")
+        labels = mask_stale_labels(trace.labels, trace.model_steps, step, plan.max_token_staleness)
+        self.demand(bool((labels != IGNORE_LABEL).any()), "no token of a trace can be trained")
+
+    def trained(self, batch: Batch, step: int) -> None:
+        """The learner has released a batch."""
+        before = {uid for uids in self.history.values() for uid in uids}
+        twice = before & {group.uid for group in batch.groups}
+        self.demand(not twice, f"step {step} trains {sorted(twice)} again")
+        self.history.setdefault(step, []).extend(group.uid for group in batch.groups)
+
+    def arena(self, store: Store, dispatcher: Dispatcher) -> None:
+        """Sessions, owners and books agree."""
+        dispatcher.check_books()
+        problems = store.check()
+        self.demand(problems == [], f"the arena is unsound: {problems}")
+        owned = set(store.sessions.list("replay"))
+        filed = {sid for entry in dispatcher.buffer._index for sid in entry.group.session_ids}
+        self.demand(owned == filed, f"replay owns {owned ^ filed} more or less than it has filed")
+
+
+@dataclass
+class _Learner:
+    """Trains by waiting; dies before it reads, after it read, or after it released."""
+
+    world: _World
+    rng: random.Random
+    mean_s: float
+    trained_step: int = 0
+
+    async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
+        world = self.world
+        world.checker.batch(batch, train_step, world.traces, world.dispatcher)
+        dies = self.mean_s and self.rng.random() < 1 / self.mean_s
+        place = self.rng.randrange(3) if dies else None
+        if place == 0:
+            self._die()
+        await asyncio.sleep(self.rng.uniform(0, 3))
+        if place == 1:
+            self._die()
+        released = world.traces.release(batch.session_ids, owner=LEARNER)
+        world.checker.demand(
+            released == list(batch.session_ids), f"step {train_step} released {released}"
+        )
+        world.checker.trained(batch, train_step)
+        self.trained_step = train_step
+        if place == 2:
+            self._die()
+        return {}
+
+    def _die(self) -> None:
+        world = self.world
+        if self.rng.random() < 0.5:  # the heir rule has worked already, or the driver is first
+            held = world.store.sessions.list(LEARNER)
+            world.store.sessions.transfer(held, src=LEARNER, dst="replay")
+        raise LearnerLost("scripted death")
+
+
+@dataclass
+class _World:
+    """All parts of one run in one arena."""
+
+    plan: Plan
+    store: Store
+    checker: _Checker
+    rng: random.Random
+    folder: Path
+    dispatcher: Dispatcher = field(init=False)
+    traces: TraceStore = field(init=False)
+    engine: ScriptedEngine = field(init=False)
+    judge: _Judge = field(init=False)
+    producers: dict[str, tuple[Producer, _Wire, asyncio.Task[None]]] = field(default_factory=dict)
+    paused: bool = False
+    #: Tasks of killed producers; they wait for answers that never come.
+    graveyard: list[asyncio.Task[None]] = field(default_factory=list)
+    #: One at a time: pausing, resuming, and replacing a dead producer.
+    moves: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def build(self, resume: bool) -> int:
+        """Make the parts, fresh or from the last snapshot; -> the first step to train."""
+        plan = self.plan
+        self.traces = TraceStore(self.store)
+        self.judge = _Judge(self.rng, plan.judge_failure_rate)
+        options: dict[str, Any] = {
+            "order": plan.order,
+            "max_bytes": plan.max_bytes,
+            "expiry": Expiry(
+                plan.action,
+                plan.max_staleness,
+                plan.sync_interval,
+                plan.max_token_staleness,
+                plan.tail_batch,
+            ),
+        }
+        if resume:
+            buffer = await ReplayBuffer.resume(self.folder, self.store, **options)
+        else:
+            buffer = ReplayBuffer(self.store, **options)
+        sources = {task: Questions(task, size) for task, size in plan.sizes.items()}
+        self.dispatcher = Dispatcher(
+            buffer,
+            PromptSampler(sources, seed=plan.seed, epochs=2),
+            DispatchConfig(
+                batch_groups=plan.batch_groups,
+                group_size=plan.group_size,
+                budget=StalenessBudget(plan.max_staleness, plan.sync_interval),
+                over_sampling=plan.over_sampling,
+                attempts_max=6,
+                useless_in_row_max=40,
+            ),
+            TaskMix(plan.tasks),
+        )
+        if resume:
+            self.dispatcher.restore(snapshot.read_state(self.folder))
+        self.engine = ScriptedEngine(plan.script, self.dispatcher.model_step)
+        for n in range(plan.n_producers):
+            self.spawn_producer(f"producer-{n}")
+        return self.dispatcher.train_step
+
+    def parts_of(self) -> ProducerParts:
+        environment = TwoTurns() if self.plan.two_turns else OneTurn()
+        return ProducerParts(self.engine, self.traces, ByteTokenizer(), environment, self.judge)
+
+    def spawn_producer(self, name: str) -> None:
+        config = ProducerConfig(
+            group_size=self.plan.group_size,
+            groups_max=4,
+            partial_rollout=self.plan.partial_rollout,
+            judge_timeout_s=5,
+            rollout_timeout_s=20,
+            filter_equal_rewards=True,
+        )
+        wire = _Wire(self.dispatcher)
+        producer = Producer(wire, self.parts_of(), config, owner=name, run_name="sim")
+        task = asyncio.get_running_loop().create_task(producer.run())
+        self.producers[name] = (producer, wire, task)
+
+    async def kill_producer(self, name: str) -> None:
+        """kill -9: nothing of it runs again; then the driver notices and starts a successor."""
+        async with self.moves:
+            _, wire, task = self.producers.pop(name)
+            wire.cut = True
+            self.graveyard.append(task)
+            task.cancel()  # takes its groups with it, each at the point where it waits
+            await asyncio.sleep(self.rng.uniform(0, 1))
+            self.dispatcher.owner_died(name)
+            self.spawn_producer(name)
+            if self.paused:
+                await self.producers[name][0].pause(10)
+
+    async def kill_engine(self) -> None:
+        """Every request fails; a new engine has the last weights."""
+        old = self.engine
+        self.engine = ScriptedEngine(self.plan.script, old.model_step)
+        await old.aclose()
+        for name in list(self.producers):
+            await self.kill_producer(name)  # with an inline engine the producer dies too
+
+    async def pause(self, timeout_s: float) -> PauseReport:
+        async with self.moves:
+            self.paused = True
+            reports = [await p.pause(timeout_s) for p, _, _ in self.producers.values()]
+        return PauseReport(
+            sum(r.finished_groups for r in reports),
+            sum(r.cancelled_rollouts for r in reports),
+            sum(r.seconds for r in reports),
+        )
+
+    async def resume(self) -> None:
+        async with self.moves:
+            self.paused = False
+            for producer, _, _ in self.producers.values():
+                await producer.resume()
+
+    async def to_engine(self) -> None: ...
+
+    async def to_learner(self) -> None: ...
+
+    async def sync_weights(self, model_step: int, mode: SyncMode) -> None:
+        await asyncio.sleep(self.rng.uniform(0, 0.5))
+        await self.engine.load_weights(WeightsVersion(b"", model_step), mode)
+
+    async def evaluate(self, train_step: int) -> None:
+        before = self.store.sessions.list("replay")
+        prompts = [Questions().prompt(i) for i in range(2)]
+        config = ProducerConfig(group_size=1, judge_timeout_s=5, rollout_timeout_s=20)
+        await Evaluator(self.parts_of(), config, prompts).run()
+        if self.paused:
+            self.checker.demand(
+                self.store.sessions.list("replay") == before, "an evaluation changed the buffer"
+            )
+        self.checker.demand(self.store.sessions.list("eval") == [], "an evaluation left sessions")
+
+    async def checkpoint(self, train_step: int) -> None:
+        await self.dispatcher.snapshot(self.folder)
+
+    async def on_step(self, report: StepReport) -> None:
+        self.checker.arena(self.store, self.dispatcher)
+
+    async def faults(self) -> None:
+        """Kill things at random, for ever."""
+        kinds = [k for k in ("producer", "engine") if self.plan.kills[k]]
+        while kinds:
+            kind = self.rng.choice(kinds)
+            await asyncio.sleep(self.rng.expovariate(1 / self.plan.kills[kind]))
+            if kind == "producer":
+                await self.kill_producer(self.rng.choice(sorted(self.producers)))
+            else:
+                await self.kill_engine()
+
+    async def run(self, first_step: int) -> None:
+        """All steps by the plan's schedule, with faults beside it."""
+        plan = self.plan
+        parts = ScheduleParts(
+            dispatcher=self.dispatcher,
+            learner=_Learner(self, self.rng, plan.kills["learner"]),
+            producer=self,
+            sync_weights=self.sync_weights,
+            evaluate=self.evaluate,
+            checkpoint=self.checkpoint,
+            on_step=self.on_step,
+            devices=self if plan.schedule == "colocated" else None,
+        )
+        config = ScheduleConfig(
+            steps=plan.steps,
+            first_step=first_step,
+            sync_interval=plan.sync_interval,
+            sync_mode=plan.sync_mode,
+            evaluate_every=2 * plan.sync_interval,
+            evaluate_first=True,
+            checkpoint_every=plan.checkpoint_every,
+            pause_timeout_s=30,
+            take_timeout_s=50_000,
+        )
+        faults = asyncio.get_running_loop().create_task(self.faults())
+        try:
+            await run_schedule(plan.schedule, parts, config)
+        finally:
+            async with self.moves:  # not between a death and its successor
+                faults.cancel()
+            await asyncio.wait([faults])
+            if not faults.cancelled() and faults.exception() is not None:
+                raise faults.exception() or AssertionError
+
+    async def close(self) -> None:
+        """End in order; then nothing may be left."""
+        for producer, _, task in self.producers.values():
+            await producer.stop(30)
+            await task
+        self.checker.arena(self.store, self.dispatcher)
+        self.dispatcher.buffer.close()
+        left = {i: self.store.sessions.owner(i) for i in self.store.sessions.list()}
+        self.checker.demand(left == {}, f"sessions are left at the end: {left}")
+        self.dispatcher.check_books()
+
+
+def simulate(seed: int) -> dict[str, Any]:
+    """One run; raises what went wrong. -> its books and its history."""
+    plan = Plan.from_seed(seed)
+    checker = _Checker(plan)
+    rng = random.Random(seed + 1)
+    outcome: dict[str, Any] = {"plan": plan, "ended": "steps"}
+    with tempfile.TemporaryDirectory() as folder:
+        crashed = False
+        for crash_after_s in (plan.crash_after_s, None):
+            with temporary_store("16MiB", max_objects=1 << 12, max_sessions=1 << 10) as store:
+                world_folder = Path(folder) / "snapshot"
+                resume = crashed and (world_folder / "snapshot.json").exists()
+                crashed = run_virtual(
+                    _live(plan, store, checker, rng, world_folder, resume, crash_after_s, outcome)
+                )
+                store.sessions.release(store.sessions.list(), owner="*")
+            if not crashed:
+                break
+    outcome["history"] = checker.history
+    return outcome
+
+
+async def _live(
+    plan: Plan,
+    store: Store,
+    checker: _Checker,
+    rng: random.Random,
+    folder: Path,
+    resume: bool,
+    crash_after_s: float | None,
+    outcome: dict[str, Any],
+) -> bool:
+    """One life of the driver; -> whether it crashed."""
+    world = _World(plan, store, checker, rng, folder)
+    first_step = await world.build(resume)
+    # What was trained after the snapshot is lost with the learner that knew it.
+    checker.history = {s: uids for s, uids in checker.history.items() if s < first_step}
+    if first_step > plan.steps:
+        await world.close()
+        return False
+    running = asyncio.get_running_loop().create_task(world.run(first_step))
+    done, _ = await asyncio.wait([running], timeout=crash_after_s)
+    if not done:
+        everything = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+        for task in everything:
+            task.cancel()
+        await asyncio.wait(everything)
+        return True
+    try:
+        running.result()
+    except EndOfData as error:
+        outcome["ended"] = str(error)
+    await world.close()
+    outcome["books"] = world.dispatcher.report()
+    return False

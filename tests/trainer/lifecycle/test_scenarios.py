@@ -1,0 +1,426 @@
+"""The two reports from which the project was born, as scenarios with real processes.
+
+Each runs twice: as the trainer does it, and, as a canary, with the behaviour of the report; the
+canary must fail, or the scenario proves nothing. Letters are those of the issue: (a) to (j).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmstore import SessionReleased, Store, StoreError, StoreFull
+from shmstore.testing import temporary_store
+from tests.trainer.lifecycle.kit import desk
+from tests.trainer.lifecycle.players import Player
+from trainer.engine.scripted import Script
+from trainer.expiry import Expiry, ExpiryAction
+from trainer.replay import ReplayBuffer
+from trainer.replay_index import Entry
+from trainer.rollout import Batch, Group, Rollout, Status
+from trainer.testing import make_segment, run_virtual, store_group
+from trainer.trace import TraceStore
+
+P, L = "producer-0", "learner"
+
+
+@pytest.fixture
+def producer(store: Store) -> Iterator[Player]:
+    with Player(store, P) as player:
+        yield player
+
+
+@pytest.fixture
+def learner(store: Store) -> Iterator[Player]:
+    with Player(store, L, heir="replay") as player:
+        yield player
+
+
+def _expect_canary(old: bool, *errors: type[BaseException]) -> Any:
+    """The body must fail when the old behaviour is on, and only then."""
+    return pytest.raises((*errors, AssertionError)) if old else _Nothing()
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+async def _batch_for(buffer: ReplayBuffer, producer: Player, uids: list[str], take: int) -> Batch:
+    for uid in uids:
+        await buffer.put(producer.do("make_group", uid), owner=P, train_step=1)
+    return await buffer.take({"math": take}, train_step=1, owner=L, timeout=10)
+
+
+both = pytest.mark.parametrize("old", [False, True], ids=["now", "canary"])
+
+
+@both
+async def test_a_learner_clears_while_the_producer_inserts(
+    store: Store, producer: Player, learner: Player, old: bool
+) -> None:
+    buffer = ReplayBuffer(store)
+    batch = await _batch_for(buffer, producer, ["g0", "g1"], take=2)
+    producer.do("open_and_insert", "future")
+    learner.do("train", list(batch.session_ids), old)
+    with _expect_canary(old, SessionReleased):
+        assert producer.do("insert", "future") == 1
+        assert store.sessions.owner("future") == P
+        assert store.sessions.list(L) == []
+
+
+@both
+async def test_a_learner_clears_many_times_while_the_producer_runs(
+    store: Store, producer: Player, learner: Player, old: bool
+) -> None:
+    buffer = ReplayBuffer(store)
+    groups = [producer.do("make_group", f"g{i}") for i in range(20)]
+    producer.begin("produce_many", 300)
+    with _expect_canary(old, StoreError):
+        for step, group in enumerate(groups, start=1):
+            await buffer.put(group, owner=P)
+            batch = await buffer.take({"math": 1}, train_step=step, owner=L, timeout=10)
+            learner.do("train", list(batch.session_ids), old)
+        assert producer.result() == 300
+        assert len(store.sessions.list(P)) == 300
+    buffer.close()
+
+
+@both
+async def test_b_what_was_produced_meanwhile_is_consumed_and_checkpointed_later(
+    store: Store, producer: Player, learner: Player, tmp_path: Path, old: bool
+) -> None:
+    buffer = ReplayBuffer(store)
+    batch = await _batch_for(buffer, producer, ["g0", "g1", "g2"], take=1)
+    learner.do("clear", list(batch.session_ids), old)
+    with _expect_canary(old, StoreError):
+        await buffer.snapshot(tmp_path)
+        later = await buffer.take({"math": 2}, train_step=2, owner=L, timeout=10)
+        assert learner.do("train", list(later.session_ids), False) == [10] * 4
+        with temporary_store("8MiB") as other:
+            again = await ReplayBuffer.resume(tmp_path, other)
+            assert again.count("math", Status.COMPLETED) == 2
+            again.close()
+
+
+@both
+async def test_c_evaluation_at_a_weight_sync_keeps_aborted_and_left_over_groups(
+    store: Store, producer: Player, old: bool
+) -> None:
+    buffer = ReplayBuffer(store)
+    aborted = producer.do("make_group", "aborted")
+    members = [r.evolve(status=Status.ABORTED) for r in aborted.rollouts]
+    await buffer.put(aborted.with_rollouts(members), owner=P)
+    await buffer.put(producer.do("make_group", "left-over"), owner=P)
+    with Player(store, "eval") as evaluator:
+        evaluator.do("evaluate", old)
+    with _expect_canary(old, StoreError):
+        assert len(store.sessions.list("replay")) == 4
+        lent = buffer.lend("math", Status.ABORTED, owner=P)
+        assert lent is not None
+        assert producer.do("insert", "aborted-0") == 2
+        assert len(await buffer.take({"math": 1}, train_step=2, owner=L, timeout=10)) == 1
+
+
+class _StatusReadLate(ReplayBuffer):
+    """Old (d): the group is discarded first and its status read afterwards, from wiped fields."""
+
+    async def put(self, group: Group, **options: Any) -> Status:
+        await super().put(group, **options)
+        wiped = [Rollout(r.session_id) for r in group.rollouts]
+        return group.with_rollouts(wiped).status
+
+
+@both
+async def test_d_a_failed_group_is_never_counted_as_completed(
+    store: Store, producer: Player, old: bool
+) -> None:
+    buffer = (_StatusReadLate if old else ReplayBuffer)(store)
+    completed = 0
+    for i in range(4):
+        group = producer.do("make_group", f"g{i}")
+        if i % 2:
+            members = [r.evolve(status=Status.FAILED) for r in group.rollouts]
+            group = group.with_rollouts(members)
+        status = await buffer.put(group, owner=P)
+        completed += status is Status.COMPLETED
+    with _expect_canary(old):
+        assert completed == buffer.count("math", Status.COMPLETED) == 2
+    buffer.close()
+
+
+class _KeepsUseless(ReplayBuffer):
+    """Old (e): failed and filtered groups go into the buffer like all others."""
+
+    async def put(self, group: Group, **options: Any) -> Status:
+        status = group.status
+        if status in (Status.FAILED, Status.FILTERED):
+            kept = [r.evolve(status=Status.EXPIRED) for r in group.rollouts]
+            group = group.with_rollouts(kept)
+        await super().put(group, **options)
+        return status
+
+
+def _useless_groups(buffer: ReplayBuffer, store: Store, n: int) -> list[int]:
+    """Put `n` groups of which most are useless, train the others; -> bytes in use, every tenth."""
+    traces = TraceStore(store)
+    used: list[int] = []
+
+    async def main() -> None:
+        for i in range(n):
+            status = (Status.FAILED, Status.FILTERED, Status.COMPLETED)[i % 3]
+            await buffer.put(store_group(traces, f"g{i}", status=status), owner=P, train_step=1)
+            if status is Status.COMPLETED:
+                batch = await buffer.take({"math": 1}, train_step=1, owner=L)
+                traces.release(batch.session_ids, owner=L)
+            if i % 10 == 0:
+                used.append(store.stats().used)
+
+    asyncio.run(main())
+    buffer.check_books()
+    return used
+
+
+@both
+def test_e_failed_and_filtered_groups_do_not_pile_up(old: bool) -> None:
+    with temporary_store("4MiB", max_objects=1 << 12, max_sessions=1 << 10) as store:
+        buffer = (_KeepsUseless if old else ReplayBuffer)(store)
+        with _expect_canary(old, StoreFull):
+            used = _useless_groups(buffer, store, 1200)
+            assert max(used[1:]) == min(used[1:])
+            assert len(buffer) == 0
+        store.sessions.release(store.sessions.list(), owner="*")
+
+
+class _FreesByWrapper:
+    """Old (f): wrappers are told apart by their Python identity, and an end is counted for each."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def free(self, refs: list[Any]) -> int:
+        return sum(1 for _ in {id(ref) for ref in refs})
+
+
+@both
+def test_f_two_wrappers_of_one_object_free_it_once(
+    store: Store, producer: Player, learner: Player, old: bool
+) -> None:
+    ref = store.put(b"x" * 1000)
+    name = ref.hex()
+    other = type(ref).from_hex(name)
+    assert other == ref
+    assert other is not ref
+    freed = (_FreesByWrapper(store) if old else store).free([ref, other])
+    with _expect_canary(old):
+        assert freed == 1
+        later = store.put(b"y" * 1000)  # takes the place of the first
+        assert [player.do("free_by_name", [name]) for player in (producer, learner)] == [0, 0]
+        assert bytes(store.get(later)) == b"y" * 1000
+
+
+class _ReleasesUnderTheLock(ReplayBuffer):
+    """Old (g): dropped groups are released one by one while the lock is held."""
+
+    def _drop(self, entries: Any) -> None:
+        with self._lock:
+            for entry in entries:
+                self._store.sessions.release(entry.group.session_ids, owner=self.owner)
+
+
+class _Watched:
+    """Sessions that note whether a release finds the buffer's lock taken."""
+
+    def __init__(self, sessions: Any) -> None:
+        self._sessions = sessions
+        self.buffer: ReplayBuffer | None = None
+        self.releases: list[bool] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sessions, name)
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
+    def release(self, ids: Any, owner: str) -> Any:
+        assert self.buffer is not None
+        self.releases.append(self.buffer._lock.locked())
+        return self._sessions.release(ids, owner=owner)
+
+
+class _WatchedStore:
+    """The store with watched sessions."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.sessions = _Watched(store.sessions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@both
+async def test_g_expiry_by_drop_releases_in_one_call_and_never_under_the_lock(
+    store: Store, producer: Player, old: bool
+) -> None:
+    watched: Any = _WatchedStore(store)
+    kind = _ReleasesUnderTheLock if old else ReplayBuffer
+    buffer = kind(watched, expiry=Expiry(ExpiryAction.DROP, max_staleness=0))
+    watched.sessions.buffer = buffer
+    for i in range(5):
+        await buffer.put(producer.do("make_group", f"g{i}"), owner=P, train_step=1)
+    await buffer.refresh(train_step=2)
+    with _expect_canary(old):
+        assert watched.sessions.releases == [False]
+        assert store.sessions.list() == []
+
+
+class _FreesWhatTheTraceHolds(ReplayBuffer):
+    """Old (h): a retry frees the payload of the old attempt but leaves it in the trace."""
+
+    def _cut_back(self, group: Group, train_step: int) -> Group:
+        group, stale = self.expiry.cut_stale(group, train_step)
+        for rollout in stale:
+            objects = self._store.sessions.objects(rollout.session_id)
+            self._store.free([entry.ref for entry in objects[rollout.n_prompt_nodes :]])
+        return group
+
+
+@both
+async def test_h_a_new_attempt_after_expiry_cannot_meet_the_old_trace(
+    store: Store, producer: Player, old: bool
+) -> None:
+    buffer = (_FreesWhatTheTraceHolds if old else ReplayBuffer)(
+        store, expiry=Expiry(max_staleness=0)
+    )
+    await buffer.put(producer.do("make_group", "g"), owner=P, train_step=1)
+    await buffer.refresh(train_step=2)
+    lent = buffer.lend("math", Status.EXPIRED, owner=P)
+    assert lent is not None
+    with _expect_canary(old):
+        assert producer.do("insert", "g-0") == 1  # right after the prompt
+        trace = TraceStore(store).export("g-0")
+        assert set(trace.model_steps.tolist()) == {-1, 1}
+
+
+@both
+async def test_i_lengths_are_checked_before_anything_is_released(
+    store: Store, producer: Player, learner: Player, old: bool
+) -> None:
+    buffer = ReplayBuffer(store)
+    batch = await _batch_for(buffer, producer, ["g"], take=1)
+    ids = list(batch.session_ids)
+    with _expect_canary(old, SessionReleased):
+        lengths = learner.do("train_after_clearing", ids) if old else learner.do("train", ids, old)
+        assert lengths == [r.n_tokens for r in batch.rollouts]
+    assert buffer.settle(L) == 2
+
+
+class _AwaitsBetween(ReplayBuffer):
+    """Old (j): sessions are released in one step and the group is detached in a later one."""
+
+    async def take(self, need: Any, *, train_step: int, owner: str, timeout: Any = None) -> Batch:
+        await self.waiting.for_batch(need)
+        entries: list[Entry] = []
+        for task, count in need.items():
+            for _ in range(count):
+                entry = self._index.pop(task, Status.COMPLETED)
+                assert entry is not None
+                entries.append(entry)
+                await asyncio.sleep(0)  # a call to another process, in the report
+        ids = [sid for entry in entries for sid in entry.group.session_ids]
+        self._store.sessions.transfer(ids, src=self.owner, dst=owner)
+        self._taken.setdefault(owner, {}).update((e.group.uid, e) for e in entries)
+        return Batch(tuple(e.group for e in entries), self.accounts.window.close({}), train_step)
+
+
+@both
+def test_j_cancellation_at_any_point_leaves_index_sessions_and_books_agreed(
+    store: Store, old: bool
+) -> None:
+    traces = TraceStore(store)
+
+    async def cancelled_after(n_steps: int) -> None:
+        buffer = (_AwaitsBetween if old else ReplayBuffer)(store)
+        taking = asyncio.create_task(buffer.take({"math": 2}, train_step=1, owner=L))
+        putting = [
+            asyncio.create_task(buffer.put(store_group(traces, f"g{i}"), owner=P)) for i in range(3)
+        ]
+        for _ in range(n_steps):
+            await asyncio.sleep(0)
+        for task in (taking, *putting):
+            task.cancel()
+        await asyncio.wait([taking, *putting])
+        in_buffer = {sid for e in buffer._index for sid in e.group.session_ids}
+        assert in_buffer == set(store.sessions.list("replay"))
+        taken = {sid for e in buffer._taken.get(L, {}).values() for sid in e.group.session_ids}
+        assert taken == set(store.sessions.list(L))
+        buffer.check_books()
+
+    def main() -> None:
+        for n_steps in range(12):
+            try:
+                asyncio.run(cancelled_after(n_steps))
+            finally:
+                store.sessions.release(store.sessions.list(), owner="*")
+
+    with _expect_canary(old):
+        main()
+
+
+async def test_L07_a_killed_learner_loses_nothing_and_nothing_is_trained_twice(
+    store: Store, producer: Player
+) -> None:
+    buffer = ReplayBuffer(store)
+    with Player(store, L, heir="replay") as first:
+        batch = await _batch_for(buffer, producer, ["g0", "g1", "g2"], take=2)
+        first.puppet.kill()
+    store.sweep()
+    assert store.sessions.list(L) == []
+    assert set(batch.session_ids) <= set(store.sessions.list("replay"))
+    assert buffer.owner_died(L) == (2, [])
+    with Player(store, L, heir="replay") as second:
+        again = await buffer.take({"math": 3}, train_step=1, owner=L, timeout=10)
+        assert [g.uid for g in again.groups] == ["g0", "g1", "g2"]
+        assert second.do("train", list(again.session_ids), False) == [10] * 6
+        buffer.check_books()
+    assert buffer.accounts.ledger.task("math").trained == 6
+
+
+async def test_L12_a_killed_producer_leaves_no_session_and_its_groups_in_the_buffer_stay(
+    store: Store,
+) -> None:
+    buffer = ReplayBuffer(store)
+    with Player(store, P) as producer:
+        await buffer.put(producer.do("make_group", "done"), owner=P)
+        producer.do("open_and_insert", "half")
+        producer.begin("produce_many", 100_000)
+        producer.puppet.kill()
+    buffer.owner_died(P)
+    assert store.sessions.list() == ["done-0", "done-1"]
+    assert len(await buffer.take({"math": 1}, train_step=1, owner=L, timeout=1)) == 1
+
+
+def test_e_a_desk_with_an_engine_that_mostly_fails_stays_flat(store: Store) -> None:
+    async def main() -> list[int]:
+        used = []
+        script = Script(token_s=0.1, failure_rate=0.5)
+        async with desk(store, script=script) as made:
+            for step in range(1, 60):
+                await made.train(step)
+                await made.dispatcher.set_steps(model_step=step)
+                used.append(len(store.sessions.list()))
+        return used
+
+    used = run_virtual(main())
+    assert max(used[30:]) <= max(used[:30])
+
+
+def test_a_segment_of_the_report_size_fits_the_scenarios() -> None:
+    """48 layers, top-8, as in the reports: 384 bytes of routing a token."""
+    assert make_segment(512, layers=48, top_k=8).routed_experts.nbytes == 512 * 384  # type: ignore[union-attr]

@@ -1,0 +1,68 @@
+"""The watchdog: says what everybody waits for, and costs nothing while things move."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shmstore import Store
+from tests.trainer.lifecycle.kit import desk
+from trainer.engine.scripted import Script
+from trainer.errors import ConfigError, NoProgress
+from trainer.testing import run_virtual
+from trainer.watchdog import Watchdog
+
+
+def test_after_the_limit_without_a_move_it_reports_who_waits_for_what(store: Store) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        reports: list[tuple[float, NoProgress]] = []
+        async with desk(store, script=Script(stall_rate=1.0)) as made:
+            dog = Watchdog(
+                60, made.dispatcher.describe, lambda error: reports.append((loop.time(), error))
+            )
+            taking = asyncio.create_task(made.dispatcher.take(1, owner="learner"))
+            await asyncio.sleep(50)
+            dog.moved("an evaluation ended")
+            await asyncio.sleep(200)
+            dog.stop()
+            taking.cancel()
+        assert [time for time, _ in reports] == [110, 170, 230]
+        text = str(reports[0][1])
+        assert "nothing moved for 60 s; the last sign of life was 'an evaluation ended'" in text
+        assert "take waits for {'math': 2}, completed now {'math': 0}" in text
+        assert "in production 4" in text
+
+    run_virtual(main())
+
+
+def test_it_stays_silent_while_things_move_and_wakes_once_a_limit(store: Store) -> None:
+    async def main() -> None:
+        reports: list[NoProgress] = []
+        dog = Watchdog(10, list, reports.append)
+        looks = 0
+        look = dog._look
+
+        def counted() -> None:
+            nonlocal looks
+            looks += 1
+            look()
+
+        dog._look = counted  # type: ignore[method-assign]
+        for _ in range(1000):
+            await asyncio.sleep(1)
+            dog.moved("step")
+        dog.stop()
+        assert reports == []
+        assert looks <= 1000 / 9
+
+    run_virtual(main())
+
+
+def test_a_limit_that_is_no_time_is_refused() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="limit is 0 s"):
+            Watchdog(0, list, print)
+
+    run_virtual(main())

@@ -1,0 +1,86 @@
+"""A checkpoint of a whole run: the learner's files, the buffer's, and the driver's counters.
+
+    checkpoints/step-N/
+      learner/       model, optimizer, random state (safetensors; written by the learner's process)
+      buffer/        groups with payloads, ledger, prompts position (Arrow IPC, JSON;
+      `trainer.snapshot`) driver.json    format, step, totals of the summary
+
+Owns the composition and its format version. Promises (lifecycle L24, L25): everything is of one
+moment, the end of a train step; the producer goes on meanwhile; the folder is whole or absent,
+and `latest` names it last (`trainer.run_folder`). Written by the driver between two steps.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer import snapshot
+from trainer.errors import SnapshotError, SnapshotVersion, TrainerError
+from trainer.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from trainer.dispatch import Dispatcher
+    from trainer.learner_link import LearnerLink
+
+__all__ = ["Checkpoint", "CheckpointFailed", "read_checkpoint", "write_checkpoint"]
+
+_FORMAT = 1
+
+
+class CheckpointFailed(TrainerError):
+    """A checkpoint could not be written (disk full, say); the one before is untouched."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    train_step: int
+    learner: Path
+    buffer: Path
+    totals: dict[str, Any]
+
+
+async def write_checkpoint(
+    folder: RunFolder,
+    train_step: int,
+    learner: LearnerLink,
+    dispatcher: Dispatcher,
+    totals: dict[str, Any],
+) -> Path:
+    """Writes the state after `train_step`. Raises CheckpointFailed; the run may go on without
+    it.
+    """
+    frozen = dispatcher.freeze()  # this moment; the payloads are pinned, not copied
+    written = False
+    try:
+        with folder.new_checkpoint(train_step) as draft:
+            await learner.save(str(draft / "learner"), train_step)
+            written = True  # from here on `write` thaws
+            await snapshot.write(frozen, draft / "buffer")
+            record = {"format": _FORMAT, "train_step": train_step, "totals": totals}
+            (draft / "driver.json").write_text(json.dumps(record), encoding="utf-8")
+    except (OSError, SnapshotError) as error:
+        raise CheckpointFailed(
+            f"the checkpoint of step {train_step} could not be written to {folder.checkpoints}: "
+            f"{error}; the one before is untouched"
+        ) from error
+    finally:
+        if not written:
+            frozen.thaw()
+    return folder.checkpoints / f"step-{train_step}"
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Reads the driver's part. Raises SnapshotVersion for a format this version does not know."""
+    record = json.loads((folder / "driver.json").read_text(encoding="utf-8"))
+    if record.get("format") != _FORMAT:
+        raise SnapshotVersion(
+            f"{folder} has checkpoint format {record.get('format')!r}; this version reads {_FORMAT}"
+        )
+    return Checkpoint(
+        int(record["train_step"]), folder / "learner", folder / "buffer", record["totals"]
+    )

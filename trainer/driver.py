@@ -1,0 +1,301 @@
+"""The training loop of the driver and what it keeps between steps.
+
+Owns: the current step, the timing of a step, metrics and totals, and when to sync, evaluate,
+export and checkpoint. It moves no tokens: it asks the dispatcher for a batch, hands its names to
+the learner, and books what comes back. The order of events is `trainer.schedule`'s, deaths and
+restarts are the links'.
+
+Made by `trainer.fit` for one run; one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer import step_metrics
+from trainer.checkpoint import CheckpointFailed, write_checkpoint
+from trainer.config import Config
+from trainer.display import Display
+from trainer.engine.protocol import SyncMode
+from trainer.engine_actor import EngineUse
+from trainer.environments import PromptSource
+from trainer.learner_actor import LEARNER_OWNER
+from trainer.metrics import MetricsWriter
+from trainer.rollout import Batch, Prompt
+from trainer.run_folder import RunFolder
+from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_schedule
+from trainer.step_metrics import StepTimes
+from trainer.summary import Summary
+from trainer.trajectories import write_trajectories
+
+if TYPE_CHECKING:
+    from trainer.dispatch import Dispatcher
+    from trainer.wiring import Parts
+
+__all__ = ["Driver"]
+
+
+@dataclass
+class _Clock:
+    """Seconds of the step under way. It began when the one before ended."""
+
+    began: float
+    aside_s: float = 0.0
+    """Evaluation, checkpoint, export: no part of any step."""
+
+
+class _Stopped(Exception):
+    """The run was asked to stop and the step under way has ended."""
+
+
+class Driver:
+    """See the module. `train_step` is the last finished step."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        parts: Parts,
+        dispatcher: Dispatcher,
+        metrics: MetricsWriter,
+        display: Display,
+        summary: Summary,
+        held_out: Sequence[PromptSource],
+        train_step: int,
+        moved: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._parts = parts
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._display = display
+        self._summary = summary
+        self._held_out = held_out
+        self._moved = moved
+        self._clock = _Clock(time.perf_counter())
+        self._evaluated: dict[str, float] = {}
+        self._batch: dict[str, float] = {}
+        self._use_before: dict[str, EngineUse] = {}
+        self._wait_s = self._step_s = 0.0
+        self._saved_step = train_step if train_step else -1
+        self._exported_step = -1
+        self._in_step = False
+        self._stop = asyncio.Event()
+        self.train_step = train_step
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Trains up to `schedule.steps`, or until `stop` is set and the step under way has
+        ended.
+        """
+        config = self._config
+        if self.train_step < config.schedule.steps:
+            await self._until_stopped(stop)
+        if config.checkpoint.final or stop.is_set():
+            await self._checkpoint(self.train_step)
+        if config.checkpoint.final and not stop.is_set():
+            await self._export()
+
+    async def _until_stopped(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        schedule = asyncio.ensure_future(
+            run_schedule(self._config.schedule.name, self._schedule_parts(), self._when())
+        )
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait((schedule, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not schedule.done() and self._in_step:
+                await asyncio.wait((schedule,))  # `on_step` ends it
+            if schedule.done():
+                with contextlib.suppress(_Stopped):
+                    schedule.result()
+        finally:
+            schedule.cancel()
+            stopping.cancel()
+            await asyncio.gather(schedule, stopping, return_exceptions=True)
+
+    def _schedule_parts(self) -> ScheduleParts:
+        return ScheduleParts(
+            dispatcher=self._dispatcher,
+            learner=self,
+            producer=self._parts.producer,
+            sync_weights=self._sync,
+            evaluate=self._evaluate_first_or_due,
+            checkpoint=self._checkpoint_due,
+            on_step=self._step_ended,
+            devices=self._parts if self._config.schedule.name == "colocated" else None,
+        )
+
+    def _when(self) -> ScheduleConfig:
+        config = self._config
+        return ScheduleConfig(
+            steps=config.schedule.steps,
+            first_step=self.train_step + 1,
+            sync_interval=config.schedule.sync_every,
+            sync_mode=config.schedule.weight_sync,
+            evaluate_every=config.eval.every,
+            evaluate_first=self.train_step == 0,
+            checkpoint_every=math.gcd(config.checkpoint.every, config.checkpoint.hf_every),
+            pause_timeout_s=config.schedule.pause_timeout_s,
+            take_timeout_s=config.schedule.batch_timeout_s,
+            learner=LEARNER_OWNER,
+        )
+
+    async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
+        """One step in the learner's process; the schedule's learner part."""
+        self._in_step = True
+        self._use_before = await self._parts.producer.use()
+        if self._wants(self._config.metrics.trajectories_every, train_step):
+            await write_trajectories(self._folder, train_step, batch, self._parts.store)
+        done = await self._parts.learner.train(batch.groups, train_step)
+        self._moved(f"step {train_step} was trained")
+        self.train_step = train_step
+        self._batch = step_metrics.batch_metrics(batch, train_step)
+        # At once, so that a checkpoint of this step has it.
+        self._summary.add_step(
+            self._batch["reward"], self._batch["tokens_generated"], self._batch["tokens_trained"]
+        )
+        return done.metrics
+
+    async def _sync(self, model_step: int, mode: SyncMode) -> None:
+        """New weights into every engine (lifecycle L20)."""
+        parts = self._parts
+        weights = await parts.learner.publish(model_step)
+        await parts.producer.load_weights(weights, mode)
+        parts.learner.retire()
+        self._moved(f"the engines run the weights of step {model_step}")
+
+    async def _step_ended(self, report: StepReport) -> None:
+        """Books and tells the step; ends the schedule when the run was asked to stop."""
+        step = report.train_step
+        numbers = await self._numbers(report)
+        if step == self._config.schedule.steps and not self._evaluated:
+            await self._evaluate()
+        numbers |= self._evaluated
+        self._evaluated = {}
+        self._display.step(self._metrics.write(step, numbers))
+        self._display.phase("train", step, self._config.schedule.steps)
+        self._in_step = False
+        if self._stop.is_set() and step < self._config.schedule.steps:
+            raise _Stopped
+
+    # -- between steps ---------------------------------------------------------------------------
+
+    @staticmethod
+    def _wants(every: int, step: int) -> bool:
+        return every > 0 and step % every == 0
+
+    async def _evaluate_first_or_due(self, step: int) -> None:
+        with self._aside():
+            await self._evaluate()
+        if step == 0:
+            if self._evaluated:
+                self._metrics.write(0, self._evaluated)
+            self._evaluated = {}
+            self._clock = _Clock(time.perf_counter())
+
+    async def _checkpoint_due(self, step: int) -> None:
+        with self._aside():
+            if self._wants(self._config.checkpoint.every, step):
+                await self._checkpoint(step)
+            if self._wants(self._config.checkpoint.hf_every, step):
+                await self._export()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Time that no step pays for."""
+        began = time.perf_counter()
+        yield
+        self._clock.aside_s += time.perf_counter() - began
+
+    async def _evaluate(self) -> None:
+        config = self._config.eval
+        if not config.prompts:
+            return
+        prompts = held_out_prompts(self._held_out, config.prompts)
+        self._display.phase("evaluate", 0, len(prompts))
+        found = await self._parts.producer.evaluate(
+            prompts, config.rollouts_per_prompt, config.temperature, config.timeout_s
+        )
+        reward = found.get("reward")
+        detail = "" if reward is None else f"held-out reward {reward:.3f}"
+        self._display.phase("evaluate", len(prompts), len(prompts), detail)
+        self._moved("an evaluation ended")
+        self._evaluated = {f"eval/{name}": value for name, value in found.items()}
+        if reward is not None:
+            self._summary.evals.append(reward)
+
+    async def _checkpoint(self, step: int) -> None:
+        if self._saved_step == step:
+            return
+        totals = self._summary.totals()
+        try:
+            await write_checkpoint(
+                self._folder, step, self._parts.learner, self._dispatcher, totals
+            )
+        except CheckpointFailed as error:
+            self._display.note(f"{error}; the run goes on")
+            self._summary.warnings.append(str(error))
+            return
+        self._saved_step = step
+        self._folder.prune_checkpoints(self._config.checkpoint.keep)
+
+    async def _export(self) -> None:
+        if self._exported_step == self.train_step:
+            return
+        await self._parts.learner.export(str(self._folder.hf(self.train_step)))
+        self._exported_step = self.train_step
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    async def _numbers(self, report: StepReport) -> dict[str, float]:
+        """The numbers of the step that just ended; the next one begins here."""
+        use_after = await self._parts.producer.use()
+        now = time.perf_counter()
+        clock, self._clock = self._clock, _Clock(now)
+        times = StepTimes(
+            step_s=now - clock.began - clock.aside_s,
+            wait_s=report.wait_s,
+            sync_s=max(0.0, report.sync_s - clock.aside_s),
+            engines=self._parts.producer.n_engines,
+        )
+        before = self._use_before
+        use = [(before[name], use_after[name]) for name in before if name in use_after]
+        found = {**self._batch, **step_metrics.learner_metrics(report.metrics)}
+        found |= step_metrics.speed_metrics(times, found, use)
+        found |= step_metrics.arena_metrics(self._parts.store.stats())
+        found["model_step"] = float(self._dispatcher.model_step)
+        found["buffer_groups"] = float(len(self._dispatcher.buffer))
+        found["buffer_bytes"] = float(self._dispatcher.buffer.nbytes)
+        found["restarts"] = float(sum(self.restarts().values()))
+        ledger = self._dispatcher.report()
+        found |= {f"ledger/{k}": float(v) for k, v in ledger.items() if isinstance(v, int)}
+        self._wait_s += times.wait_s
+        self._step_s += times.step_s
+        self._summary.learner_wait_share = self._wait_s / max(self._step_s, 1e-9)
+        return found
+
+    def restarts(self) -> dict[str, int]:
+        """Deaths so far, by process."""
+        found = dict(self._parts.producer.restarts)
+        if self._parts.learner.restarts:
+            found["learner"] = self._parts.learner.restarts
+        return found
+
+
+def held_out_prompts(sources: Sequence[PromptSource], count: int) -> list[Prompt]:
+    """The same `count` prompts each time, spread evenly over the tasks."""
+    prompts: list[Prompt] = []
+    for index, source in enumerate(sources):
+        share = count // len(sources) + (index < count % len(sources))
+        size = source.size
+        prompts += [source.prompt(i) for i in range(share if size is None else min(share, size))]
+    return prompts

@@ -1,0 +1,81 @@
+"""`shmrl eval RUN`: the rewards of a checkpoint on held-out prompts, without training.
+
+Owns a small run of its own: an arena, the learner's process (which reads the checkpoint and
+publishes its weights), the engine. Promises not to touch the run's files, and to leave nothing in
+the arena.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import actors
+from trainer.driver import held_out_prompts
+from trainer.environments import build_source
+from trainer.fit import open_arena
+from trainer.run_folder import BadRunFolder, RunFolder
+from trainer.summary import Summary
+from trainer.wiring import open_parts
+
+__all__ = ["evaluate_run"]
+
+
+def evaluate_run(
+    folder: RunFolder, *, step: int | None, prompts: int | None, temperature: float | None
+) -> dict[str, Any]:
+    """Evaluates the newest checkpoint, or that of `step`. Raises BadRunFolder when it is absent."""
+    return actors.run(_evaluate(folder, step, prompts, temperature))
+
+
+async def _evaluate(
+    folder: RunFolder, step: int | None, prompts: int | None, temperature: float | None
+) -> dict[str, Any]:
+    config = folder.config()
+    chosen, checkpoint = _checkpoint(folder, step)
+    name = f"{folder.name[:30]}-eval-{os.getpid()}"
+    logs = folder.logs / "eval"
+    summary = Summary(name)
+    count = prompts or config.eval.prompts or dataclasses.fields(type(config.eval))[1].default
+    sources = [build_source(t, seed=config.run.seed, held_out=True) for t in config.tasks]
+    wanted = held_out_prompts(sources, count)
+    with open_arena(config, name, summary) as store:
+        async with open_parts(config, name, store, logs, _silent) as parts:
+            ready, _ = await asyncio.gather(
+                parts.learner.start(str(checkpoint / "learner")), parts.producer.prepare()
+            )
+            weights = await parts.learner.publish(ready.train_step)
+            await parts.producer.begin(weights, None, None)
+            heat = config.eval.temperature if temperature is None else temperature
+            found = await parts.producer.evaluate(
+                wanted, config.eval.rollouts_per_prompt, heat, config.eval.timeout_s
+            )
+            await parts.producer.end()
+            store.sessions.release_owned("weights")
+    return {
+        "run": folder.name,
+        "step": chosen,
+        "prompts": len(wanted),
+        "temperature": heat,
+        **found,
+    }
+
+
+def _checkpoint(folder: RunFolder, step: int | None) -> tuple[int, Path]:
+    if step is not None:
+        path = folder.checkpoints / f"step-{step}"
+        if not (path / "driver.json").is_file():
+            there = ", ".join(sorted(p.name for p in folder.checkpoints.glob("step-*"))) or "none"
+            raise BadRunFolder(f"{path} is no checkpoint; there are: {there}")
+        return step, path
+    latest = folder.latest_checkpoint()
+    if latest is None:
+        raise BadRunFolder(f"{folder.path} has no checkpoint yet; train it first")
+    return latest
+
+
+def _silent(_: str) -> None:
+    return None

@@ -1,0 +1,359 @@
+"""One run, from an empty arena to an empty arena.
+
+Owns the order of things in the driver's process: arena, processes, prompts and buffer, the
+training loop, and at the end, however it comes, letting everything go and saying what is left
+(lifecycle L26, L27). The loop is `trainer.driver`'s, the answers to deaths are the links', the
+books are the ledger's.
+
+`run_blocking` is what the command line calls; `fit` is for people with a loop of their own. Both
+return a `Summary`, also when the run failed: `summary.exit` is the exit status and `summary.error`
+says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import actors
+from shmstore import Store, StoreError
+from trainer import snapshot
+from trainer.checkpoint import Checkpoint, read_checkpoint
+from trainer.config import Config
+from trainer.desk import RemoteDesk
+from trainer.dispatch import DispatchConfig, Dispatcher
+from trainer.display import Display, QuietDisplay, make_display
+from trainer.driver import Driver
+from trainer.environments import PromptSource, build_source
+from trainer.errors import TrainerError
+from trainer.expiry import Expiry, ExpiryAction
+from trainer.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
+from trainer.learner_state import STATE_OWNER
+from trainer.metrics import MetricsWriter, tensorboard_missing
+from trainer.plot import plot_rewards
+from trainer.prompts import PromptSampler, TaskMix
+from trainer.replay import ReplayBuffer
+from trainer.run_folder import RunFolder
+from trainer.staleness import StalenessBudget
+from trainer.summary import ArenaLeft, Summary
+from trainer.watchdog import Watchdog
+from trainer.wiring import PRODUCER_OWNER, Parts, open_parts
+
+__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_LEFTOVERS", "fit", "open_arena", "run_blocking"]
+
+EXIT_FAILED = 1
+EXIT_LEFTOVERS = 3
+EXIT_INTERRUPTED = 130
+_BATCHES_AHEAD_MAX = 8
+"""Batches that may be ready or in production, however fresh; bounds buffer and prompts under
+way.
+"""
+
+
+def run_blocking(folder: RunFolder, *, resume: bool, quiet: bool = False) -> Summary:
+    """Runs a run on a loop of its own. Ctrl-C once ends it in order, twice at once."""
+    display = make_display(table_rows=folder.config().metrics.table_rows, quiet=quiet)
+    try:
+        return actors.run(_with_signals(folder, resume, display))
+    finally:
+        display.close()
+
+
+async def _with_signals(folder: RunFolder, resume: bool, display: Display) -> Summary:
+    stop = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+
+    def interrupt(name: str) -> None:
+        if stop.is_set():
+            task.cancel()
+            return
+        display.note(f"{name}: finishing the step, then a checkpoint; once more ends it at once")
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt, number.name)
+    try:
+        return await fit(folder, resume=resume, display=display, stop=stop)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def fit(
+    folder: RunFolder,
+    *,
+    resume: bool = False,
+    display: Display | None = None,
+    stop: asyncio.Event | None = None,
+) -> Summary:
+    """Trains the run in `folder`. Setting `stop` ends it after the step under way, with a
+    checkpoint.
+
+    Cancelling ends it at once; either way nothing is left in the arena and no process.
+    """
+    run = _Run(folder, display or QuietDisplay(), stop or asyncio.Event(), resume)
+    return await run.to_the_end()
+
+
+class _Run:
+    """What one call of `fit` knows."""
+
+    def __init__(
+        self, folder: RunFolder, display: Display, stop: asyncio.Event, resume: bool
+    ) -> None:
+        self.folder = folder
+        self.config = folder.config()
+        self.display = display
+        self.stop = stop
+        self.summary = Summary(folder.name)
+        self.checkpoint = self._latest() if resume else None
+
+    def _latest(self) -> Checkpoint | None:
+        """What to go on from; None when the run died before its first checkpoint."""
+        found = self.folder.latest_checkpoint()
+        checkpoint = read_checkpoint(found[1]) if found else None
+        self.folder.keep_metrics_through(checkpoint.train_step if checkpoint else -1)
+        return checkpoint
+
+    async def to_the_end(self) -> Summary:
+        """Trains, and turns every end into a summary; only cancellation of the task goes on up."""
+        summary, began = self.summary, time.perf_counter()
+        try:
+            with open_arena(self.config, self.folder.name, summary) as store:
+                await self._with_parts(store)
+            summary.interrupted = self.stop.is_set()
+        except asyncio.CancelledError:
+            summary.interrupted = True
+            summary.error = "ended at once, by a second Ctrl-C or a cancellation"
+        except (*_EXPECTED, ExceptionGroup) as error:
+            first = _first(error)
+            if not isinstance(first, _EXPECTED):
+                raise
+            summary.error = f"{type(first).__name__}: {first}"
+        summary.wall_s = time.perf_counter() - began
+        summary.settle()
+        summary.exit = _exit_status(summary)
+        self._leave_pictures()
+        return summary
+
+    async def _with_parts(self, store: Store) -> None:
+        config, display = self.config, self.display
+        async with open_parts(
+            config, self.folder.name, store, self.folder.logs, display.note
+        ) as parts:
+            dispatcher = await self._dispatcher(store)
+            watchdog = Watchdog(
+                config.faults.no_progress_s,
+                dispatcher.describe,
+                lambda stuck: dispatcher.fail("run", str(stuck)),
+            )
+            desk = await parts.runtime.host(RemoteDesk(dispatcher, watchdog.moved), name="desk")
+            try:
+                await self._train(parts, dispatcher, desk, watchdog)
+            finally:
+                watchdog.stop()
+                await asyncio.shield(self._let_go(parts, dispatcher))
+
+    async def _train(
+        self, parts: Parts, dispatcher: Dispatcher, desk: actors.Handle, watchdog: Watchdog
+    ) -> None:
+        display = self.display
+        display.note("building the model" + (" and warming it up" if self.config.warmup else ""))
+        ready = await self._start(parts)
+        if ready is None:
+            return
+        display.note(
+            f"{ready.parameters:,} parameters, at step {ready.train_step}"
+            + "".join(f", {name} {value:.4g}" for name, value in ready.warmup.items())
+        )
+        weights = await parts.learner.publish(ready.train_step)
+        await dispatcher.set_steps(train_step=ready.train_step + 1, model_step=ready.train_step)
+        await parts.producer.begin(weights, dispatcher, desk)
+        metrics = self._metrics()
+        driver = Driver(
+            self.config,
+            self.folder,
+            parts,
+            dispatcher,
+            metrics,
+            display,
+            self.summary,
+            _sources(self.config, held_out=True),
+            ready.train_step,
+            watchdog.moved,
+        )
+        try:
+            await _beside(parts.producer.supervise(), driver.run(self.stop))
+        finally:
+            metrics.close()
+            self.summary.restarts = driver.restarts()
+
+    async def _start(self, parts: Parts) -> LearnerReady | None:
+        """Both processes build their models at once; None when the run was stopped meanwhile."""
+        checkpoint = str(self.checkpoint.learner) if self.checkpoint else None
+        start = asyncio.ensure_future(parts.learner.start(checkpoint))
+        prepare = asyncio.ensure_future(parts.producer.prepare())
+        stopping = asyncio.ensure_future(self.stop.wait())
+        both = asyncio.gather(start, prepare)
+        try:
+            await asyncio.wait((both, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return (await both)[0] if both.done() else None
+        finally:
+            both.cancel()
+            stopping.cancel()
+            await asyncio.gather(both, stopping, return_exceptions=True)
+
+    def _metrics(self) -> MetricsWriter:
+        wanted = self.config.metrics.tensorboard
+        missing = tensorboard_missing() if wanted else None
+        if missing:
+            self.display.note(missing)
+        folder = self.folder.tensorboard if wanted and not missing else None
+        return MetricsWriter(self.folder.metrics_file, folder)
+
+    async def _dispatcher(self, store: Store) -> Dispatcher:
+        """Buffer, prompts and books: new ones, or those of the checkpoint."""
+        config = self.config
+        schedule, replay = config.schedule, config.replay
+        expiry = Expiry(
+            action=ExpiryAction(replay.expiry),
+            max_staleness=schedule.max_staleness,
+            sync_interval=schedule.sync_every,
+            max_token_staleness=schedule.max_token_staleness,
+            tail_batch=replay.tail_batch if replay.expiry == "retry" else None,
+        )
+        order, limit = replay.order, replay.max_bytes
+        if self.checkpoint is None:
+            buffer = ReplayBuffer(store, order=order, max_bytes=limit, expiry=expiry)
+        else:
+            buffer = await ReplayBuffer.resume(
+                self.checkpoint.buffer, store, order=order, max_bytes=limit, expiry=expiry
+            )
+        sampler = PromptSampler(
+            {s.name: s for s in _sources(config, held_out=False)},
+            seed=config.run.seed,
+            epochs=None if all(task.source.repeat for task in config.tasks) else 1,
+        )
+        dispatcher = Dispatcher(
+            buffer,
+            sampler,
+            _dispatch_config(config),
+            TaskMix({task.name: task.weight for task in config.tasks}),
+        )
+        if self.checkpoint is not None:
+            dispatcher.restore(snapshot.read_state(self.checkpoint.buffer))
+            self.summary.restore(self.checkpoint.totals)
+        return dispatcher
+
+    async def _let_go(self, parts: Parts, dispatcher: Dispatcher) -> None:
+        """Ends production, books what is left, and ends every session of the run."""
+        await parts.producer.end()
+        dispatcher.owner_died(PRODUCER_OWNER)
+        dispatcher.owner_died(LEARNER_OWNER)
+        dispatcher.buffer.close()
+        parts.store.sessions.release_owned(STATE_OWNER)
+        parts.store.sessions.release_owned(WEIGHTS_OWNER)
+        self.summary.ledger = dispatcher.report()
+        dispatcher.check_books()
+
+    def _leave_pictures(self) -> None:
+        """Summary, plot and the last words; none of them may hide how the run ended."""
+        self.folder.write_summary(self.summary.to_json())
+        if self.config.metrics.plot and self.folder.metrics_file.is_file():
+            try:
+                plot_rewards(self.folder.metrics_file, self.folder.plot_file, self.folder.name)
+            except ModuleNotFoundError as error:
+                self.display.note(f"no reward.png: {error}")
+        for line in _last_words(self.summary, self.folder):
+            self.display.note(line)
+
+
+_EXPECTED = (TrainerError, StoreError, actors.ActorError, OSError)
+"""What a run may end with; anything else is a bug of ours and keeps its trace."""
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _beside(background: Coroutine[Any, Any, None], main: Coroutine[Any, Any, None]) -> None:
+    """Runs `main` to its end; `background` is ended with it, and an error of either ends both."""
+    async with asyncio.TaskGroup() as tasks:
+        helper = tasks.create_task(background)
+        await main
+        helper.cancel()
+
+
+@contextmanager
+def open_arena(config: Config, name: str, summary: Summary) -> Iterator[Store]:
+    """The arena of the run; on leaving it is measured, told and removed."""
+    limits = config.store
+    store = Store.create(
+        name,
+        capacity=limits.capacity,
+        max_objects=limits.max_objects,
+        max_sessions=limits.max_sessions,
+    )
+    try:
+        yield store
+    finally:
+        store.sweep()
+        stats = store.stats()
+        summary.arena = ArenaLeft(stats.sessions, stats.objects, stats.used if stats.objects else 0)
+        summary.left_by_owner = {} if summary.arena.empty else dict(stats.by_owner)
+        store.close()
+        Store.unlink(name)
+
+
+def _sources(config: Config, *, held_out: bool) -> list[PromptSource]:
+    """One source a task; a task that holds nothing out is not evaluated."""
+    tasks = [task for task in config.tasks if not held_out or task.source.holdout > 0]
+    return [build_source(task, seed=config.run.seed, held_out=held_out) for task in tasks]
+
+
+def _dispatch_config(config: Config) -> DispatchConfig:
+    schedule = config.schedule
+    turns = schedule.name != "async"
+    return DispatchConfig(
+        batch_groups=config.rollout.prompts_per_step,
+        group_size=config.rollout.rollouts_per_prompt,
+        budget=StalenessBudget(
+            max_staleness=0 if turns else schedule.max_staleness,
+            sync_interval=schedule.sync_every,
+            batches_ahead_max=_BATCHES_AHEAD_MAX,
+        ),
+        over_sampling=schedule.oversample - 1.0,
+        useless_in_row_max=config.faults.useless_groups_max,
+    )
+
+
+def _exit_status(summary: Summary) -> int:
+    if not summary.arena.empty:
+        return EXIT_LEFTOVERS
+    if summary.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if summary.error else 0
+
+
+def _last_words(summary: Summary, folder: RunFolder) -> Sequence[str]:
+    ledger = {k: v for k, v in summary.ledger.items() if isinstance(v, int)}
+    lines = ["ledger: " + ", ".join(f"{name} {count}" for name, count in ledger.items())]
+    arena = summary.arena
+    left = f": left by {summary.left_by_owner}" if not arena.empty else ""
+    lines.append(f"arena: {arena.sessions} sessions, {arena.objects} objects{left}")
+    for name, first, last in (
+        ("reward of batches", summary.reward_first, summary.reward_last),
+        ("reward on held-out prompts", summary.eval_first, summary.eval_last),
+    ):
+        if first is not None and last is not None:
+            lines.append(f"{name}: {first:.3f} -> {last:.3f}")
+    lines.append(f"{summary.steps} steps in {summary.wall_s:.1f} s; everything is in {folder.path}")
+    return lines

@@ -1,0 +1,146 @@
+"""The driver's side of the learner: calls that survive its death.
+
+Owns the learner's handle, which version of the weights is out, and the answer to a death in the
+middle of anything (lifecycle L07). A death in a step: the supervisor starts the process again, it
+takes the newest whole state from the arena, and then either the step is found done (its batch is
+released here, its metrics are the recorded ones) or the same batch is moved back to the learner and
+trained. So nothing is lost and nothing is trained twice.
+
+One event loop, the driver's. Raises what `actors` raises once the supervisor has given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from actors import ActorDied
+from trainer.engine.protocol import WeightsVersion
+from trainer.errors import PartFailed
+from trainer.learner_actor import (
+    LEARNER_OWNER,
+    WEIGHTS_OWNER,
+    LearnerReady,
+    StepDone,
+    weights_session,
+)
+from trainer.learner_state import LearnerStates
+from trainer.rollout import Group
+
+if TYPE_CHECKING:
+    from actors import Handle
+    from shmstore import Store
+
+__all__ = ["LearnerLink"]
+
+_BUFFER_OWNER = "replay"
+
+
+class LearnerLink:
+    """See the module. `note` is told of deaths; `restarts` counts them."""
+
+    def __init__(self, handle: Handle, store: Store, note: Callable[[str], None]) -> None:
+        self._handle = handle
+        self._store = store
+        self._states = LearnerStates(store)
+        self._note = note
+        self._checkpoint: str | None = None
+        self._train_step = 0
+        self.restarts = 0
+        self.weights: WeightsVersion | None = None
+
+    async def start(self, checkpoint: str | None) -> LearnerReady:
+        """The learner builds its model; a death while it does is tried again."""
+        self._checkpoint = checkpoint
+        ready = await self._begin()
+        self._train_step = ready.train_step
+        return ready
+
+    async def _begin(self) -> LearnerReady:
+        start = self._handle.start.using(when_down="wait")
+        ready: LearnerReady = await self._insist(lambda: start(self._checkpoint), revive=False)
+        return ready
+
+    async def train(self, groups: Sequence[Group], train_step: int) -> StepDone:
+        """One step, exactly once."""
+        while True:
+            try:
+                done: StepDone = await self._handle.train(groups, train_step)
+            except ActorDied as death:
+                found = await self._after_death_in_step(groups, train_step, death)
+                if found is None:
+                    continue
+                done = found
+            self._train_step = train_step
+            return done
+
+    async def _after_death_in_step(
+        self, groups: Sequence[Group], train_step: int, death: ActorDied
+    ) -> StepDone | None:
+        """The step's result when it was done before the death; None when it has to be done
+        again.
+        """
+        await self._revive(death)
+        ids = [sid for group in groups for sid in group.session_ids]
+        sessions = self._store.sessions
+        kept = self._states.find()
+        if kept is not None and kept.train_step == train_step:
+            released = sessions.release(ids, owner=_BUFFER_OWNER)
+            released += sessions.release(ids, owner=LEARNER_OWNER)
+            return StepDone(train_step, dict(kept.record["metrics"]), len(released))
+        # They fell to the heir when the process died; the same batch is trained again.
+        sessions.transfer(ids, src=_BUFFER_OWNER, dst=LEARNER_OWNER, strict=True)
+        return None
+
+    async def _revive(self, death: ActorDied) -> None:
+        """A new learner with the state of the last finished step. Raises PartFailed without one."""
+        self.restarts += 1
+        self._note(f"learner died ({death}); it goes on from its state in the arena")
+        ready = await self._begin()
+        found = self._states.find()
+        have = ready.train_step if found is None else found.train_step
+        if have < self._train_step:
+            raise PartFailed(
+                "learner",
+                f"it died after step {self._train_step} and only the state of step {have} is left "
+                "(checkpoint.recovery: checkpoint); go on with `shmrl resume`",
+            )
+
+    async def publish(self, model_step: int) -> WeightsVersion:
+        """New weights in the arena; `retire` ends the older ones once every engine has them."""
+        version: WeightsVersion = await self._insist(lambda: self._handle.publish(model_step))
+        self.weights = version
+        return version
+
+    def retire(self) -> None:
+        """Ends every version of the weights but the newest."""
+        assert self.weights is not None
+        keep = weights_session(self.weights.model_step)
+        old = [s for s in self._store.sessions.list(owner=WEIGHTS_OWNER) if s != keep]
+        self._store.sessions.release(old, owner=WEIGHTS_OWNER)
+
+    async def rest(self) -> None:
+        """Give memory of the device back to others (colocated schedule)."""
+        await self._insist(lambda: self._handle.rest())
+
+    async def save(self, folder: str, train_step: int) -> None:
+        """Model and optimizer as files."""
+        await self._insist(lambda: self._handle.save(folder, train_step))
+
+    async def export(self, folder: str) -> None:
+        """A folder for from_pretrained."""
+        await self._insist(lambda: self._handle.export(folder))
+
+    async def _insist(self, call: Callable[[], Awaitable[Any]], *, revive: bool = True) -> Any:
+        """Repeats a call that changes nothing when done twice, until the supervisor gives up."""
+        while True:
+            try:
+                return await call()
+            except ActorDied as death:
+                if revive:
+                    await self._revive(death)
+                elif self._handle.state == "dead":
+                    raise
+                else:
+                    self.restarts += 1
+                    self._note(f"learner died while it started ({death}); once more")

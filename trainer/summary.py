@@ -1,0 +1,95 @@
+"""What a run came to: the line that `--json` prints and `summary.json` keeps.
+
+Owns the shape of that record only. Filled by the driver as it goes; read by people, `bench train`
+and tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["ArenaLeft", "Summary"]
+
+
+@dataclass
+class ArenaLeft:
+    """What was in the arena after everything that should have ended had ended."""
+
+    sessions: int = 0
+    objects: int = 0
+    bytes: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return not (self.sessions or self.objects)
+
+
+_TOTALS = ("steps", "rewards", "evals", "tokens_generated", "tokens_trained")
+
+
+@dataclass
+class Summary:
+    """Rewards are means: of the first and last tenth of the steps, and of held-out prompts."""
+
+    run: str
+    steps: int = 0
+    reward_first: float | None = None
+    reward_last: float | None = None
+    eval_first: float | None = None
+    eval_last: float | None = None
+    ledger: Mapping[str, Any] = field(default_factory=dict)
+    arena: ArenaLeft = field(default_factory=ArenaLeft)
+    left_by_owner: Mapping[str, Any] = field(default_factory=dict)
+    wall_s: float = 0.0
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    learner_wait_share: float = 0.0
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    interrupted: bool = False
+    error: str | None = None
+    warnings: list[str] = field(default_factory=list)
+    exit: int = 0
+    rewards: list[float] = field(default_factory=list, repr=False)
+    evals: list[float] = field(default_factory=list, repr=False)
+
+    def add_step(self, reward: float, tokens_generated: float, tokens_trained: float) -> None:
+        """Books one more trained step."""
+        self.steps += 1
+        self.tokens_generated += int(tokens_generated)
+        self.tokens_trained += int(tokens_trained)
+        if math.isfinite(reward):
+            self.rewards.append(reward)
+
+    def settle(self) -> None:
+        """Computes first and last from the series: a tenth of the steps at each end."""
+        if self.rewards:
+            tenth = max(1, len(self.rewards) // 10)
+            self.reward_first = sum(self.rewards[:tenth]) / tenth
+            self.reward_last = sum(self.rewards[-tenth:]) / tenth
+        if self.evals:
+            self.eval_first, self.eval_last = self.evals[0], self.evals[-1]
+
+    def totals(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run adds up like an uninterrupted one."""
+        return {name: getattr(self, name) for name in _TOTALS}
+
+    def restore(self, totals: Mapping[str, Any]) -> None:
+        """Goes on from the totals of a checkpoint."""
+        for name in _TOTALS:
+            setattr(self, name, totals[name])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the series."""
+        record = asdict(self)
+        for series in ("rewards", "evals"):
+            del record[series]
+        return {key: _rounded(value) for key, value in record.items()}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.conversation import Gate
-from trainer.dispatch import Work
 from trainer.errors import ConfigError
 from trainer.pending import PendingGroup, ProducerConfig, ProducerParts
 from trainer.rollout import Prompt, Status
 from trainer.trace import TraceStore
+from trainer.work import Work
 
 __all__ = ["EvaluationReport", "Evaluator"]
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.conversation import Conversation, Gate, SharedPrompt
-from trainer.dispatch import Work
 from trainer.engine.protocol import Engine, SamplingParams, Tokenizer
 from trainer.environment import Environment, Judge, RolloutAborted
 from trainer.errors import ConfigError, JudgeError
 from trainer.rollout import Group, Rollout, Status
 from trainer.trace import TraceStore
+from trainer.work import Work
 
 __all__ = ["PendingGroup", "ProducerConfig", "ProducerParts", "session_id"]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from trainer.conversation import Gate
-from trainer.dispatch import Work
 from trainer.pending import PendingGroup, ProducerConfig, ProducerParts
 from trainer.rollout import Group, Status
+from trainer.work import Work
 
 __all__ = ["Desk", "PauseReport", "Producer", "ProducerReport"]
 

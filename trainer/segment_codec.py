@@ -11,12 +11,17 @@ made once per shape by pyarrow, kept, and patched: only lengths in fixed places 
 Every kept template was compared, byte for byte, with what pyarrow writes for the same batch, so a
 pyarrow that lays out messages in another way is noticed at once and pyarrow's own bytes are used.
 
+Behind the end of the stream, where no Arrow reader looks, lies a trailer with the places of all
+parts, so that a trace is assembled without pyarrow as well: reading through it costs a hundred
+times the copy.
+
 No arena here; called by `trainer.trace` and `trainer.snapshot`, from any thread.
 """
 
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +33,7 @@ from numpy.typing import NDArray
 from trainer.errors import TraceError
 from trainer.rollout import Segment
 
-__all__ = ["Columns", "encode", "is_segment", "read", "to_batch"]
+__all__ = ["Columns", "encode", "is_segment", "read", "to_batch", "view"]
 
 Routing = NDArray[np.uint8] | NDArray[np.uint16]
 
@@ -36,7 +41,13 @@ Routing = NDArray[np.uint8] | NDArray[np.uint16]
 TEMPLATES_MAX = 4096
 #: The smallest class of text sizes; classes double, so a template serves many texts.
 _TEXT_CLASS_MIN = 64
-_DIGITS = 10
+#: End of stream mark; whole payload, n, body_at, n_routed; layers, top_k, itemsize, n_before;
+#: text_at, text_nbytes, before_at; magic.
+_TRAILER = struct.Struct("<8s QIII HHHH III 8s")
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_MAGIC = b"segment1"
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
 _PADDING = b"\0" * 8
 
 
@@ -53,7 +64,12 @@ class Columns:
     routed_experts: Routing | None
     n_routed: int
     routed_before: Routing | None
-    text: str
+    text_bytes: bytes | memoryview
+
+    @property
+    def text(self) -> str:
+        """The segment as text; decoded on demand, because export needs none."""
+        return str(self.text_bytes, "utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +83,11 @@ class _Shape:
     before: int
     text_class: int
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one expert index; 0 without routing."""
+        return 0 if self.dtype is None else 2 if self.dtype == "uint16" else 1
+
 
 @dataclass(frozen=True, slots=True)
 class _Template:
@@ -78,6 +99,7 @@ class _Template:
     text_nbytes_at: int
     n_routed_at: int
     before_at: int
+    body_nbytes: int
 
 
 def encode(segment: Segment) -> Sequence[Any]:
@@ -94,6 +116,7 @@ def encode(segment: Segment) -> Sequence[Any]:
     if shape.before:
         assert segment.routed_before is not None
         _patch(head, template.before_at, segment.routed_before.tobytes())
+    body_at = len(head) + len(template.batch_message)
     parts: list[Any] = [head, template.batch_message]
     odd = segment.token_ids.nbytes % 8 != 0
     for column in (segment.token_ids, segment.labels, segment.logprobs, segment.model_steps):
@@ -102,7 +125,72 @@ def encode(segment: Segment) -> Sequence[Any]:
             parts.append(_PADDING[:4])
     if segment.routed_experts is not None:
         parts += _routing_parts(segment.routed_experts, shape.n)
+    parts.append(
+        _TRAILER.pack(
+            _END_OF_STREAM,
+            body_at + template.body_nbytes + _TRAILER.size,
+            shape.n,
+            body_at,
+            segment.n_routed,
+            shape.layers,
+            shape.top_k,
+            shape.itemsize,
+            shape.before,
+            template.text_at,
+            len(text),
+            template.before_at,
+            _MAGIC,
+        )
+    )
     return parts
+
+
+def view(whole: memoryview) -> Columns | None:
+    """A stored segment from the bytes of its object, without pyarrow; None when it has no trailer.
+
+    `whole` may begin with a header of the store's own. Costs a few microseconds; the views pin
+    `whole`.
+    """
+    if len(whole) < _TRAILER.size:
+        return None
+    (
+        _,
+        nbytes,
+        n,
+        body_at,
+        n_routed,
+        layers,
+        top_k,
+        itemsize,
+        n_before,
+        text_at,
+        text_nbytes,
+        before_at,
+        magic,
+    ) = _TRAILER.unpack_from(whole, len(whole) - _TRAILER.size)
+    if magic != _MAGIC or nbytes > len(whole):
+        return None
+    start = len(whole) - nbytes
+    at = start + body_at
+    column = n * 4 + (n & 1) * 4
+    routed = before = None
+    if itemsize:
+        dtype = _UINT8 if itemsize == 1 else _UINT16
+        row = layers * top_k
+        routed = np.frombuffer(whole, dtype, n * row, at + 4 * column).reshape(n, layers, top_k)
+        if n_before:
+            before = np.frombuffer(whole, dtype, n_before * row, start + before_at)
+            before = before.reshape(n_before, layers, top_k)
+    return Columns(
+        token_ids=np.frombuffer(whole, _INT32, n, at),
+        labels=np.frombuffer(whole, _INT32, n, at + column),
+        logprobs=np.frombuffer(whole, _FLOAT32, n, at + 2 * column),
+        model_steps=np.frombuffer(whole, _INT32, n, at + 3 * column),
+        routed_experts=routed,
+        n_routed=n_routed,
+        routed_before=before,
+        text_bytes=whole[start + text_at : start + text_at + text_nbytes],
+    )
 
 
 def to_batch(segment: Segment) -> pa.RecordBatch:
@@ -162,7 +250,7 @@ def read(batch: pa.RecordBatch) -> Columns:
         routed_experts=routed,
         n_routed=int(metadata[b"n_routed"]),
         routed_before=before,
-        text=metadata[b"text"][: int(metadata[b"text_nbytes"])].decode(),
+        text_bytes=metadata[b"text"][: int(metadata[b"text_nbytes"])],
     )
 
 
@@ -175,7 +263,8 @@ def _shape_of(segment: Segment, text_nbytes: int) -> _Shape:
         return _Shape(len(segment), None, 0, 0, 0, text_class)
     before = 0 if segment.routed_before is None else len(segment.routed_before)
     _, layers, top_k = routed.shape
-    return _Shape(len(segment), routed.dtype.name, layers, top_k, before, text_class)
+    name = "uint8" if routed.itemsize == 1 else "uint16"
+    return _Shape(len(segment), name, layers, top_k, before, text_class)
 
 
 def _routing_parts(routed: Routing, n: int) -> list[Any]:
@@ -256,6 +345,7 @@ def _template(shape: _Shape) -> _Template | None:
         text_nbytes_at=schema_message.index(b"2222222222"),
         n_routed_at=schema_message.index(b"1111111111"),
         before_at=schema_message.index(before_mark) if before_mark else 0,
+        body_nbytes=body,
     )
     return template if _same_as_pyarrow(shape, template) else None
 

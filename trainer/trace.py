@@ -185,7 +185,8 @@ class TraceStore:
         return self._sessions.objects(session_id)
 
     def _read(self, ref: ObjectRef) -> Columns:
-        return segment_codec.read(self._store.get(ref))
+        columns = segment_codec.view(memoryview(self._store.pin(ref)))
+        return columns if columns is not None else segment_codec.read(self._store.get(ref))
 
     def _entry(self, entries: list[Entry], session_id: str, node: int) -> Entry:
         if not 0 <= node < len(entries):
@@ -337,13 +338,13 @@ def _assemble_routing(
             without,
         )
     kinds = {
-        (p.routed_experts.dtype.name, p.routed_experts.shape[1:])
+        (p.routed_experts.itemsize, *p.routed_experts.shape[1:])
         for _, p in filled
         if p.routed_experts is not None
     }
     if len(kinds) > 1:
         raise RoutingGap(
-            f"session {session_id!r}: routed experts of one path have different shapes or types: "
+            f"session {session_id!r}: routed experts of one path differ in (bytes, layers, top_k): "
             f"{sorted(kinds)}",
             tuple(node for node, _ in filled),
         )

@@ -23,7 +23,7 @@ from shmstore import Store
 from shmstore.testing import temporary_store
 from tests.trainer.lifecycle.kit import CountingJudge, OneTurn, Questions, TwoTurns
 from trainer import snapshot
-from trainer.dispatch import DispatchConfig, Dispatcher, Work
+from trainer.dispatch import Dispatcher
 from trainer.engine.protocol import SyncMode, WeightsVersion
 from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine, routing_of
 from trainer.errors import EndOfData, LearnerLost
@@ -38,6 +38,7 @@ from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_sche
 from trainer.staleness import StalenessBudget, mask_stale_labels, token_staleness
 from trainer.testing import run_virtual
 from trainer.trace import TraceStore
+from trainer.work import DispatchConfig, Work
 
 LEARNER = "learner"
 

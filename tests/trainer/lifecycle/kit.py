@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmstore import Store
-from trainer.dispatch import DispatchConfig, Dispatcher
+from trainer.dispatch import Dispatcher
 from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine
 from trainer.environment import Environment, Judge, Session
 from trainer.expiry import Expiry
@@ -22,6 +22,7 @@ from trainer.replay import ReplayBuffer
 from trainer.rollout import Batch, Prompt, Trace
 from trainer.staleness import StalenessBudget
 from trainer.trace import TraceStore
+from trainer.work import DispatchConfig
 
 
 @dataclass(frozen=True)

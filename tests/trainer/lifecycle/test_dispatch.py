@@ -11,7 +11,7 @@ import pytest
 
 from shmstore import Store
 from tests.trainer.lifecycle.kit import Questions
-from trainer.dispatch import DispatchConfig, Dispatcher, Work
+from trainer.dispatch import Dispatcher
 from trainer.errors import BadGroup, ConfigError, EndOfData, PartFailed, StalenessError
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.prompts import PromptSampler, TaskMix
@@ -20,6 +20,7 @@ from trainer.rollout import Group, Status
 from trainer.staleness import StalenessBudget
 from trainer.testing import store_group
 from trainer.trace import TraceStore
+from trainer.work import DispatchConfig, Work
 
 P, L = "producer-0", "learner"
 

@@ -37,13 +37,22 @@ def segments(draw: st.DrawFn) -> Segment:
 
 
 def _decode(segment: Segment) -> pa.RecordBatch:
-    stream = b"".join(memoryview(part).cast("B") for part in segment_codec.encode(segment))
+    parts = segment_codec.encode(segment)
+    stream = b"".join(memoryview(part).cast("B") for part in parts)
     return pa.ipc.open_stream(pa.py_buffer(stream)).read_next_batch()
 
 
-@given(segments())
-def test_what_is_written_is_read_back_to_the_bit(segment: Segment) -> None:
-    columns = segment_codec.read(_decode(segment))
+@given(segments(), st.binary(max_size=70))
+def test_what_is_written_is_read_back_to_the_bit(segment: Segment, header: bytes) -> None:
+    whole = header + b"".join(memoryview(p).cast("B") for p in segment_codec.encode(segment))
+    viewed = segment_codec.view(memoryview(whole))
+    assert (viewed is None) == (len(segment) == 0)
+    for columns in (segment_codec.read(_decode(segment)), viewed):
+        if columns is not None:
+            _check(segment, columns)
+
+
+def _check(segment: Segment, columns: segment_codec.Columns) -> None:
     for name in ("token_ids", "labels", "logprobs", "model_steps"):
         np.testing.assert_array_equal(getattr(columns, name), getattr(segment, name))
     assert columns.text == segment.text
@@ -73,6 +82,11 @@ def test_the_schema_is_the_one_of_the_contract() -> None:
     schema = _decode(segment).schema
     assert schema.names == ["token_id", "label", "logprob", "model_step", "routed_experts"]
     assert schema.field("routed_experts").type == pa.fixed_shape_tensor(pa.uint8(), (3, 2))
+
+
+@given(st.binary(max_size=300))
+def test_bytes_that_are_no_segment_are_not_taken_for_one(raw: bytes) -> None:
+    assert segment_codec.view(memoryview(raw)) is None
 
 
 def test_a_batch_that_is_no_segment_is_refused() -> None:

@@ -143,6 +143,7 @@ async def serve(request: dict[str, Any], sock: socket.socket, host: Host) -> int
         store=store,
         in_flight_max=request["in_flight_max"],
         keys=_keys_of(request),
+        incarnation=request["incarnation"],
     )
     done: asyncio.Future[int] = node.loop.create_future()
 

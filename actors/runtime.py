@@ -105,7 +105,7 @@ class Runtime(Client):
         spawner = self._make_spawner(loop)
         spawner.start()  # first: it warms up on another core while we go on
         self._spawner = spawner
-        store = self._open_store()
+        store = self.store = self._open_store()
         token = secrets.token_bytes(_TOKEN_BYTES)
         keys: tuple[str, str] | None = None
         if self._transport == "tcp":

@@ -204,7 +204,7 @@ class Supervisor:
             theirs.close()
             for end in ends:
                 os.close(end)
-        node.adopt_socket(ours, record.uid)
+        node.adopt_socket(ours, record.uid, record.incarnation)
         directory = tuple(r.notice() for r in self.records.values() if r.state == State.UP)
         try:
             construct = agent_method(node, record.uid, "construct")

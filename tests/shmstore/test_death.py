@@ -224,6 +224,36 @@ def test_a_close_in_one_thread_ends_the_wait_of_another() -> None:
         assert len(errors) == 1
 
 
+def test_a_close_under_busy_threads_ends_their_calls_and_nothing_else() -> None:
+    big = np.ones(1 << 20, "u1")
+    for _ in range(10):
+        with temporary_store("32MiB") as store:
+            ready = threading.Barrier(5)
+            ended: list[str] = []
+
+            def work(store: Store, ready: threading.Barrier, ended: list[str]) -> None:
+                ready.wait()
+                try:
+                    while True:
+                        for value in (big, bytes(big), {"a": big}, b"small"):
+                            kept = store.get(store.put(value, timeout=1), copy=value is big)
+                            with store.build(1 << 20) as draft:
+                                draft.array[...] = len(kept) % 7
+                except StoreClosed as error:
+                    ended.append(type(error).__name__)
+
+            threads = [threading.Thread(target=work, args=(store, ready, ended)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            ready.wait()
+            threading.Event().wait(0.02)
+            store.close()
+            for thread in threads:
+                thread.join()
+            assert ended == ["StoreClosed"] * 4
+            assert mapped(store.path) == 0
+
+
 def test_a_fork_child_gets_a_clear_error_and_attaches_anew_and_the_parent_is_unharmed(
     store: Store,
 ) -> None:
@@ -425,6 +455,31 @@ def interrupt_when_waiting(pid: int) -> None:
 
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}[os.uname().machine]
+
+
+def test_a_signal_handler_may_use_and_close_the_store_that_its_thread_waits_in() -> None:
+    with temporary_store("4MiB") as store, Puppet() as puppet:
+
+        def wait(state: Any, name: str) -> tuple[str, int]:
+            mine = Store.attach(name)
+            used: list[int] = []
+
+            def handle(*_: Any) -> None:
+                used.append(mine.get(mine.put(41)) + 1)
+                mine.close()
+
+            signal.signal(signal.SIGINT, handle)
+            draft = mine.build(10)
+            try:
+                mine.get(draft.ref, timeout=60)
+            except StoreClosed as error:
+                return str(error), used[0]
+            return "it went on", 0
+
+        puppet.begin(wait, store.name)
+        interrupt_when_waiting(puppet.pid)
+        assert puppet.result() == ("the store was closed during this wait", 42)
+        assert store.stats().clients == 1
 
 
 def test_a_puppet_that_dies_inside_a_call_is_told(store: Store) -> None:

@@ -6,8 +6,10 @@ PIP     := $(PY) -m pip --disable-pip-version-check
 CORE_IN := $(wildcard csrc/*.h csrc/*.cc csrc/*.cpp) CMakeLists.txt
 STAMP   := $(VENV)/.installed
 CTEST   ?= build/ctest
+# The one that the tests use, so that one does not rebuild what the other has built.
+CMAKE   := $(firstword $(wildcard $(VENV)/bin/cmake) cmake)
 
-.PHONY: install demo test check bench bench-peers gpu-check
+.PHONY: install demo test check bench bench-peers gpu-check core ctest crash soak sanitize
 
 install: $(STAMP)
 
@@ -26,10 +28,38 @@ core:
 	cp --remove-destination build/dev/_core*.so shmstore/  # a new file: running processes keep theirs
 DEV_PYTHON ?= $(PY)
 
+# The C++ tests and the C++ bench, without Python.
+ctest:
+	$(CMAKE) -S . -B $(CTEST) -G Ninja -DCMAKE_BUILD_TYPE=Release -DSHMRL_TESTS=ON -DSHMRL_PYTHON=OFF >/dev/null
+	$(CMAKE) --build $(CTEST)
+
+# The crash matrix in full: every store of every operation, every store of every repair. Ten minutes or so.
+crash: ctest
+	$(CTEST)/shmrl_crash_matrix
+	if $(CTEST)/shmrl_crash_canary --only transfer_many,release_many,free_many >/dev/null 2>&1; \
+	    then echo "the canary was not caught"; exit 1; else echo "the canary was caught"; fi
+
+# S seconds of random kills.
+S ?= 60
+soak: install ctest
+	$(CTEST)/shmrl_soak --seconds $(S) --seed $$(date +%s)
+	$(PY) -m tests.shmstore.soak --seconds $(S)
+
+# The C++ tests under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer.
+sanitize:
+	for kind in address,undefined thread; do \
+	    folder=build/sanitize-$${kind%%,*}; \
+	    cmake -S . -B $$folder -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSHMRL_TESTS=ON -DSHMRL_PYTHON=OFF \
+	        -DSHMRL_SANITIZE=$$kind >/dev/null && \
+	    cmake --build $$folder && \
+	    $$folder/shmrl_rules && $$folder/shmrl_threads --rounds 500 && \
+	    $$folder/shmrl_fuzz_bytes --rounds 500 && $$folder/shmrl_soak --seconds 10 || exit 1; \
+	done
+
 test: install
 	$(PY) -m pytest
 
-bench: install
+bench: install ctest
 	$(PY) -m bench store
 	$(PY) -m bench actors
 	$(PY) -m bench replay

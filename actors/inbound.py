@@ -11,17 +11,19 @@ import contextvars
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .calls import STREAM_WINDOW
 from .context import CallContext
+from .errors import CallCycle
 from .method import Method
 
 if TYPE_CHECKING:
+    from .peers import Peer
     from .transport import Link
 
-__all__ = ["Credits", "GroupThread", "Inbound"]
+__all__ = ["Credits", "GroupThread", "Inbound", "cycle_error"]
 
 
 class Inbound:
@@ -125,3 +127,14 @@ class GroupThread:
             else:
                 contextvars.copy_context().run(job)
             del job  # arguments and refs must not live until the next call
+
+
+def cycle_error(
+    name: str, method: Method, chain: tuple[int, ...], peers: Mapping[int, Peer]
+) -> CallCycle:
+    """The call would wait for the actor `name`, which waits for it; says on what way."""
+    path = " -> ".join(peers[uid].name if uid in peers else f"#{uid}" for uid in chain)
+    return CallCycle(
+        f"{path} -> {name}.{method.name} would wait for itself; use tell, or mark the method"
+        " @actors.method(reentrant=True)"
+    )

@@ -22,8 +22,8 @@ from . import faults
 from .arguments import RefArguments
 from .codec import Encoded
 from .context import CURRENT_CALL, ActorContext, CallContext
-from .errors import ActorDied, CallCycle, NoSuchMethod, NotSerializable
-from .inbound import Credits, GroupThread, Inbound
+from .errors import ActorDied, NoSuchMethod, NotSerializable
+from .inbound import Credits, GroupThread, Inbound, cycle_error
 from .messages import HEADER_BYTES, Flag, Kind, pack, parse
 from .method import DEFAULT_GROUP, Method, Shape, methods_of
 from .stats import MethodStats
@@ -145,7 +145,7 @@ class LocalActor:
         )
         try:
             if self._cycles and self.uid in chain and not method.reentrant:
-                raise self._cycle(method, chain)
+                raise cycle_error(self.context.name, method, chain, self._node.peers)
             if not len(body) and not flags:
                 args: tuple[Any, ...] = ()
                 kwargs: dict[str, Any] = {}
@@ -194,14 +194,6 @@ class LocalActor:
                 f"actor {self.context.name!r} has no public method {name!r}; it has: {known}"
             )
         self._answer_error(link, call_id, kind, name, error)
-
-    def _cycle(self, method: Method, chain: tuple[int, ...]) -> CallCycle:
-        peers = self._node.peers
-        path = " -> ".join(peers[uid].name if uid in peers else f"#{uid}" for uid in chain)
-        return CallCycle(
-            f"{path} -> {self.context.name}.{method.name} would wait for itself; use tell, or mark"
-            " the method @actors.method(reentrant=True)"
-        )
 
     # ---- order --------------------------------------------------------------------------------
 

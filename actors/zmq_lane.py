@@ -240,13 +240,13 @@ class ZmqLanes:
 
     def _start_guard(self) -> None:
         """Answer ZeroMQ's question (ZAP, RFC 27) whether a client's public key may come in."""
-        guard = self._context.socket(zmq.REP)
+        guard = self._context.socket(zmq.ROUTER)  # a REP would refuse to look before it answers
         guard.bind(_ZAP)
         self._guard = _Socket(self._loop, guard, self._on_zap)
         self._sockets.append(self._guard)
 
     def _on_zap(self, parts: list[Any]) -> None:
-        version, request_id, _, _, _, mechanism, *credentials = (bytes(part) for part in parts)
+        who, empty, version, request_id, _, _, _, mechanism, *credentials = map(bytes, parts)
         known = (
             mechanism == b"CURVE"
             and len(credentials) == 1
@@ -254,7 +254,8 @@ class ZmqLanes:
         )
         code, text = (b"200", b"OK") if known else (b"400", b"not of this run")
         assert self._guard is not None
-        self._guard.send([version, request_id, code, text, b"actor" if known else b"", b""])
+        user = b"actor" if known else b""
+        self._guard.send([who, empty, version, request_id, code, text, user, b""])
 
     def _set_up(self, socket: zmq.Socket[bytes]) -> None:
         socket.sndhwm = socket.rcvhwm = 0  # bounded by calls in flight, not by dropping

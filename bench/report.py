@@ -365,7 +365,9 @@ COLUMNS = ("work", "subject", "median", "p99", "n", "ratio", "goal", "note")
 
 
 def print_table(report: Report) -> None:
-    """The rows as a table: rich on a terminal, plain columns elsewhere."""
+    """The rows as a table, same work side by side: rich on a terminal, plain columns elsewhere."""
+    order = {work: i for i, work in enumerate(dict.fromkeys(row.work for row in report.rows))}
+    rows = sorted(report.rows, key=lambda row: order[row.work])
     title = f"bench {report.name}, {report.started}, {report.facts['cpu']}"
     if sys.stdout.isatty():
         from rich.console import Console
@@ -375,11 +377,12 @@ def print_table(report: Report) -> None:
         for column in COLUMNS:
             number = column in ("median", "p99", "n")
             table.add_column(column, justify="right" if number else "left")
-        for row in report.rows:
-            table.add_row(*_cells(row), end_section=False)
+        for place, row in enumerate(rows):
+            ends = place + 1 == len(rows) or rows[place + 1].work != row.work
+            table.add_row(*_cells(row), end_section=ends)
         Console().print(table)
     else:
-        lines = [COLUMNS, *(_cells(row) for row in report.rows)]
+        lines = [COLUMNS, *(_cells(row) for row in rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
         print(title)
         for line in lines:
@@ -389,7 +392,7 @@ def print_table(report: Report) -> None:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Bars per work on a logarithmic axis, one chart per unit, written to `path` (PNG)."""
+    """A line per work, a mark per subject, on logarithmic axes, one chart per unit (PNG)."""
     try:
         import matplotlib
 
@@ -398,35 +401,75 @@ def draw(report: Report, path: Path) -> None:
     except ImportError as missing:
         print(f"no plot: {missing}; install the `train` extra for matplotlib", file=sys.stderr)
         return
-    units = [u for u in ("s", "1/s") if any(r.unit == u and r.median > 0 for r in report.rows)]
-    if not units:
+    by_unit = {unit: _works(report.rows, unit) for unit in PLOTTED}
+    charts = {unit: works for unit, works in by_unit.items() if works}
+    if not charts:
         return
-    counts = [sum(r.unit == u and r.median > 0 for r in report.rows) for u in units]
+    heights = [len(works) + 1.5 for works in charts.values()]
     figure, axes = plt.subplots(
-        len(units),
+        len(charts),
         1,
-        figsize=(11, 1.5 + 0.26 * sum(counts)),
-        gridspec_kw={"height_ratios": [max(c, 3) for c in counts]},
+        figsize=(11, 1.2 + 0.24 * sum(heights)),
+        gridspec_kw={"height_ratios": heights},
         squeeze=False,
+        layout="constrained",
     )
     subjects = list(dict.fromkeys(row.subject for row in report.rows))
-    colours = {name: plt.colormaps["tab20"](i % 20) for i, name in enumerate(subjects)}
-    for axis, unit in zip(axes[:, 0], units, strict=True):
-        rows = [r for r in report.rows if r.unit == unit and r.median > 0]
-        axis.barh(
-            range(len(rows)),
-            [r.median for r in rows],
-            color=[colours[r.subject] for r in rows],
-        )
-        axis.set_yticks(range(len(rows)), [f"{r.work} · {r.subject}" for r in rows], fontsize=7)
-        axis.set_xscale("log")
-        axis.invert_yaxis()
-        axis.set_xlabel({"s": "seconds, median (left is better)", "1/s": "per second"}[unit])
-        for place, row in enumerate(rows):
-            axis.text(row.median, place, f" {human(row.median, row.unit)}", va="center", fontsize=6)
-        axis.grid(axis="x", alpha=0.3)
+    for axis, (unit, works) in zip(axes[:, 0], charts.items(), strict=True):
+        _draw_chart(axis, unit, works, {name: i for i, name in enumerate(subjects)})
+    handles = {h.get_label(): h for axis in axes[:, 0] for h in axis.collections}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(f"bench {report.name}, {report.started[:10]}, {report.facts['cpu']}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
     print(f"wrote {path}")
+
+
+PLOTTED: dict[Unit, str] = {
+    "s": "seconds, median (left is better)",
+    "1/s": "per second (right is better)",
+}
+_MARKS = "osDv^<>Ph8X*"
+
+
+def _works(rows: Sequence[Row], unit: Unit) -> dict[str, list[Row]]:
+    """Rows of a unit by their work, in the order of first appearance."""
+    works: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.unit == unit and row.median > 0:
+            works.setdefault(row.work, []).append(row)
+    return works
+
+
+def _draw_chart(
+    axis: Any, unit: Unit, works: Mapping[str, list[Row]], subjects: Mapping[str, int]
+) -> None:
+    from matplotlib import colormaps
+
+    colours = colormaps["tab10"]
+    by_subject: dict[str, list[tuple[float, int]]] = {}
+    goals: list[tuple[float, int]] = []
+    for place, rows in enumerate(works.values()):
+        for row in rows:
+            by_subject.setdefault(row.subject, []).append((row.median, place))
+            goals += [(goal.value, place) for goal in row.goals if goal.of == "median"]
+    for subject, points in by_subject.items():
+        number = subjects[subject]
+        values, places = zip(*points, strict=True)
+        axis.scatter(
+            values,
+            places,
+            label=subject,
+            color=colours(number % 10),
+            marker=_MARKS[number % len(_MARKS)],
+            s=60 if number == 0 else 28,
+            zorder=3 if number == 0 else 2,
+        )
+    if goals:
+        values, places = zip(*goals, strict=True)
+        axis.scatter(values, places, label="goal", color="black", marker="|", s=140, zorder=1)
+    axis.set_yticks(range(len(works)), list(works), fontsize=8)
+    axis.set_ylim(len(works) - 0.5, -0.5)
+    axis.set_xscale("log")
+    axis.set_xlabel(PLOTTED[unit], fontsize=8)
+    axis.grid(alpha=0.3)

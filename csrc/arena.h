@@ -37,6 +37,8 @@ class Arena {
     if (i >= objects_used()) throw_corrupt("an object index", i);
     return objects_[i];
   }
+  // For code that must not throw: any index below the limit is mapped.
+  ObjectEntry& mapped_object(std::uint32_t i) const noexcept { return objects_[i]; }
   Attachment& attachment(std::uint32_t i) const {
     if (i >= table_used(header_->attachments, attachments_limit_))
       throw_corrupt("an attachment index", i);

@@ -170,6 +170,8 @@ bool file_id(const std::string& path, FileId& out) noexcept {
   return true;
 }
 
+std::string lock_path(const std::string& arena_path) { return arena_path + kLockSuffix; }
+
 DirectoryLock::DirectoryLock(const std::string& directory)
     : fd_(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
   if (fd_ < 0) throw_system("open", directory);
@@ -268,8 +270,24 @@ void open_arena_file(Arena& arena, const std::string& name, const std::string& d
 void remove_arena_files(const std::string& directory, std::string_view name) {
   std::string const path = arena_path(directory, name);
   unlink_if_there(path);
-  unlink_if_there(path + kLockSuffix);
+  unlink_if_there(lock_path(path));
 }
+
+namespace {
+
+std::uint32_t count_lock_holders(const std::string& path, const OpenHere& open_here) {
+  FileId id;
+  if (!file_id(path, id)) return 0;
+  if (open_here(id) != nullptr) return 1;  // ours; opening and closing it would drop our locks
+  Arena probe;
+  probe.lock_fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  std::uint32_t holders = 0;
+  for (std::uint32_t slot = 1; probe.lock_fd >= 0 && slot < kSlots; ++slot)
+    if (client_alive(probe, slot)) ++holders;
+  return holders;
+}
+
+}  // namespace
 
 ArenaInfo inspect_arena(const std::string& directory, const std::string& name,
                         const OpenHere& open_here) {
@@ -302,6 +320,8 @@ ArenaInfo inspect_arena(const std::string& directory, const std::string& name,
   } catch (const Failure& failure) {
     info.status = failure.status();
     info.detail = failure.text();
+    // Damaged, or of another version: its clients may be alive all the same.
+    info.live_clients = count_lock_holders(lock_path(info.path), open_here);
   }
   return info;
 }

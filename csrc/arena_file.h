@@ -23,6 +23,7 @@ namespace shmrl {
 
 bool valid_arena_name(std::string_view name) noexcept;
 std::string arena_path(const std::string& directory, std::string_view name);
+std::string lock_path(const std::string& arena_path);
 
 // The lock on a directory's arena names. Throws Failure(stuck) after ten seconds.
 class DirectoryLock {

@@ -149,8 +149,14 @@ bool end_object(Arena& arena, const Txn& txn, std::uint32_t index) {
 
 bool settle_object(Arena& arena, const Txn& txn, std::uint32_t index) {
   ObjectEntry& e = arena.object(index);
-  if (!needs_settling(e)) return false;
   std::uint64_t word = e.state.load(std::memory_order_relaxed);
+  // Nobody is in the middle of an end while we have the lock.
+  if (state_of(word) == os::kEnding) {
+    word = object_word(generation_of(word), os::kSealed) | (word & os::kEverAttached);
+    e.state.store(word, std::memory_order_seq_cst);
+  }
+  if (!needs_settling(e)) return false;
+  word = e.state.load(std::memory_order_relaxed);
   if (state_of(word) == os::kDoomed) {
     reclaim_doomed(arena, txn, index);
     return true;

@@ -17,6 +17,10 @@ namespace {
 
 namespace os = object_state;
 
+// How often a reference meets an object whose end is being decided; each look waits for the
+// decider.
+constexpr int kLooksMax = 1000;
+
 // What this process has open. Never destroyed: destructors of Python objects may run after ours.
 struct Registry {
   std::mutex mutex;
@@ -125,7 +129,7 @@ void ProcessArena::map_records() {
 
 ProcessArena* ProcessArena::find_open(FileId id) noexcept {
   for (ProcessArena* process : registry().open)
-    if (process->id_ == id) return process;
+    if (process->id_ == id || process->lock_id_ == id) return process;
   return nullptr;
 }
 
@@ -138,6 +142,8 @@ ProcessArena* ProcessArena::add(Setup setup) {
     setup(*process);
     process->map_records();
     if (!file_id(process->arena.path, process->id_)) throw_system("stat", process->arena.path);
+    if (!file_id(lock_path(process->arena.path), process->lock_id_))
+      throw_system("stat", lock_path(process->arena.path));
   } catch (...) {
     delete process;  // unmaps; nobody has seen it
     throw;
@@ -205,6 +211,12 @@ ProcessArena* ProcessArena::attach(const std::string& name, const AttachOptions&
       return process;
     }
   }
+  if (FileId lock;
+      file_id(lock_path(arena_path(options.directory, name)), lock) && find_open(lock) != nullptr)
+    throw Failure(Status::corrupt,
+                  "arena \"" + name +
+                      "\" was replaced by another file under the lock file of an arena "
+                      "that this process has open");
   return add([&](ProcessArena& process) {
     open_arena_file(process.arena, name, options.directory);
     process.arena.lock_limit_ns = options.lock_limit_ns;
@@ -403,7 +415,7 @@ void ProcessArena::settle(std::uint32_t index) noexcept {
 
 Status ProcessArena::hold(const Ref& ref, std::uint64_t& epoch_out) {
   if (forked()) return Status::forked;
-  for (;;) {
+  for (int look = 0; look < kLooksMax; ++look) {
     std::uint64_t word = 0;
     if (ref.index >= arena.objects_limit()) return Status::bad_ref;
     LocalRecord& record = lock_record(ref.index, word);
@@ -455,6 +467,7 @@ Status ProcessArena::hold(const Ref& ref, std::uint64_t& epoch_out) {
     if (orphan || undecided) settle(ref.index);
     if (!undecided) return Status::freed;
   }
+  throw_corrupt("an object that never finishes to end, entry", ref.index);
 }
 
 void ProcessArena::drop(const Ref& ref, std::uint64_t hold_epoch) noexcept {
@@ -467,11 +480,9 @@ void ProcessArena::drop(const Ref& ref, std::uint64_t hold_epoch) noexcept {
   if (epoch.load(std::memory_order_seq_cst) == hold_epoch &&
       (word & kRecordGeneration) == ref.generation && record.holds > 0 && --record.holds == 0) {
     // Not arena.object(): a destructor must not throw, and the index was good when it was taken.
-    if (ref.index < arena.objects_used()) {
-      ObjectEntry& e = arena.object(ref.index);
-      e.holds[arena.slot / 64].fetch_and(~(1ull << (arena.slot % 64)), std::memory_order_seq_cst);
-      orphan = needs_settling(e);
-    }
+    ObjectEntry& e = arena.mapped_object(ref.index);
+    e.holds[arena.slot / 64].fetch_and(~(1ull << (arena.slot % 64)), std::memory_order_seq_cst);
+    orphan = needs_settling(e);
   }
   record.word.store(word, std::memory_order_release);
   if (orphan) settle(ref.index);
@@ -479,7 +490,7 @@ void ProcessArena::drop(const Ref& ref, std::uint64_t hold_epoch) noexcept {
 
 Status ProcessArena::try_pin(const Ref& ref, const std::byte*& data, std::uint64_t& size) {
   if (forked()) return Status::forked;
-  for (;;) {
+  for (int look = 0; look < kLooksMax; ++look) {
     std::uint64_t word = 0;
     if (ref.index >= arena.objects_limit()) return Status::bad_ref;
     LocalRecord& record = lock_record(ref.index, word);
@@ -543,6 +554,7 @@ Status ProcessArena::try_pin(const Ref& ref, const std::byte*& data, std::uint64
     if (sealed && !sound) throw_corrupt("the offset of an object", offset);
     if (!undecided) return Status::freed;
   }
+  throw_corrupt("an object that never finishes to end, entry", ref.index);
 }
 
 void ProcessArena::unpin(const Ref& ref, bool draft) noexcept {
@@ -553,7 +565,7 @@ void ProcessArena::unpin(const Ref& ref, bool draft) noexcept {
   bool last_view = false;
   if ((word & kRecordGeneration) == ref.generation && record.pins > 0) {
     // Not joined: abandoned, the bits are the sweeper's.
-    bool const ours = joined.load(std::memory_order_seq_cst) && ref.index < arena.objects_used();
+    bool const ours = joined.load(std::memory_order_seq_cst);
     if (ours && draft)
       arena.client(arena.slot)
           .drafts.fetch_add(static_cast<std::uint64_t>(-1), std::memory_order_relaxed);
@@ -565,7 +577,7 @@ void ProcessArena::unpin(const Ref& ref, bool draft) noexcept {
         word &= ~kRecordCounted;
       }
       if (ours) {
-        ObjectEntry& e = arena.object(ref.index);
+        ObjectEntry& e = arena.mapped_object(ref.index);
         arena.client(arena.slot)
             .pinned.fetch_add(static_cast<std::uint64_t>(-1), std::memory_order_relaxed);
         e.pins[arena.slot / 64].fetch_and(~(1ull << (arena.slot % 64)), std::memory_order_seq_cst);

@@ -80,12 +80,12 @@ class ProcessArena {
   void let_go_of_holds() noexcept;
   void leave() noexcept;
   void maybe_unmap() noexcept;
-  static ProcessArena* find_open(FileId id) noexcept;
+  static ProcessArena* find_open(FileId id) noexcept;  // by its arena file or its lock file
   template <class Setup>
   static ProcessArena* add(Setup setup);
 
   LocalRecord* records_ = nullptr;
-  FileId id_;
+  FileId id_, lock_id_;
   std::uint64_t fork_generation_ = 0;
   std::uint32_t handles_ = 0;                // open; registry mutex
   std::uint32_t stores_ = 0;                 // alive, open or not; registry mutex

@@ -282,10 +282,11 @@ void commit_journal(Arena& arena, const Txn& txn, JournalOp op, std::uint32_t ow
   arena.ensure_ready(txn, arena.header().journal_table, arena.sessions_limit(),
                      sizeof(std::uint32_t), entries.size());
   for (std::size_t i = 0; i < entries.size(); ++i) arena.journal_entry(i).set(txn, entries[i]);
-#ifndef SHMRL_CANARY_NO_JOURNAL
-  arena.header().journal.set(txn, journal_word(op, owner, entries.size()));
+  std::uint64_t const word = journal_word(op, owner, entries.size());
+#ifdef SHMRL_CANARY_NO_JOURNAL
+  (void)word;  // the deliberately broken build that the crash matrix must catch
 #else
-  (void)op, (void)owner;  // the deliberately broken build that the crash matrix must catch
+  arena.header().journal.set(txn, word);
 #endif
 }
 
@@ -383,6 +384,7 @@ std::uint32_t truncate_session(Arena& arena, const Txn& txn, std::uint32_t sessi
   SessionEntry& s = arena.session(session);
   std::uint32_t const count = s.count.get();
   if (keep >= count) return 0;
+  if (count > arena.attachments_used()) throw_corrupt("the length of a session", count);
   std::vector<std::uint32_t> nodes;
   nodes.reserve(count - keep);
   std::uint32_t tail = kNil;

@@ -432,6 +432,7 @@ class Reservation {
   }
 
   void grow(const Growth& growth) {
+    if (growth.to <= growth.from) throw_corrupt("the end of the payload", growth.from);
     arena_.reserve_payload(growth.from, growth.to);
     Txn txn(arena_);
     commit_growth(arena_, txn, growth);

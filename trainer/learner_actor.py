@@ -114,7 +114,8 @@ class LearnerActor:
         model, self._tokenizer = build_model(config.model, config.learner.device, torch.float32)
         # Before the learner exists: its frozen reference is the warmed-up model, also on resume.
         warmed = self._warm_up(model)
-        self._learner = Learner(model, config.learner)
+        exact = config.learner.deterministic or config.run.deterministic
+        self._learner = Learner(model, dataclasses.replace(config.learner, deterministic=exact))
         parameters = sum(p.numel() for p in model.parameters())
         kept = self._states.find() if config.checkpoint.recovery == "arena" else None
         if kept is not None:

@@ -135,7 +135,7 @@ class Pair:
         """Nothing."""
 
     async def ask_later(self) -> None:
-        """Leaves a task behind that calls the other one, who calls back: no cycle, this returned."""
+        """Leaves a task that calls the other one, who calls back: no cycle, this returned."""
         self.task = asyncio.ensure_future(self.loop())
 
     async def loop(self) -> Any:
@@ -296,9 +296,10 @@ async def test_sends_are_bounded_by_an_error_or_by_waiting_ray_18703() -> None:
         worker = await rt.spawn(Worker)
         pid = await worker.pid()
         os.kill(pid, signal.SIGSTOP)
+        for i in range(10):
+            worker.note.tell(i)
         with pytest.raises(actors.QueueFull, match="10 messages"):
-            for i in range(11):
-                worker.note.tell(i)
+            worker.note.tell(10)
         calls = [worker.note(100 + i) for i in range(30)]
         assert rt._node.peers[worker.uid].in_flight == 10
         os.kill(pid, signal.SIGCONT)

@@ -48,7 +48,7 @@ def test_a_round_of_objects_leaves_nothing() -> None:
     with arena(8 * MIB) as store:
         rows = objects.object_rows(Shmrl(store), (objects.KIB,), quick=True)
         rows += objects.small_put_rows(Shmrl(store), puts=100, rounds=2)
-        assert {row.work for row in rows} >= {"put 1 KiB", "free 1 KiB", "100 puts of 1 KiB"}
+        assert {row.work for row in rows} >= {"put 1 KiB", "free 1 KiB", "many puts of 1 KiB"}
         assert all(row.median > 0 for row in rows)
         assert store.stats().objects == 0
 

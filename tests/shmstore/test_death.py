@@ -224,6 +224,36 @@ def test_a_close_in_one_thread_ends_the_wait_of_another() -> None:
         assert len(errors) == 1
 
 
+def test_a_close_under_busy_threads_ends_their_calls_and_nothing_else() -> None:
+    big = np.ones(1 << 20, "u1")
+    for _ in range(10):
+        with temporary_store("32MiB") as store:
+            ready = threading.Barrier(5)
+            ended: list[str] = []
+
+            def work(store: Store, ready: threading.Barrier, ended: list[str]) -> None:
+                ready.wait()
+                try:
+                    while True:
+                        for value in (big, bytes(big), {"a": big}, b"small"):
+                            kept = store.get(store.put(value, timeout=1), copy=value is big)
+                            with store.build(1 << 20) as draft:
+                                draft.array[...] = len(kept) % 7
+                except StoreClosed as error:
+                    ended.append(type(error).__name__)
+
+            threads = [threading.Thread(target=work, args=(store, ready, ended)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            ready.wait()
+            threading.Event().wait(0.02)
+            store.close()
+            for thread in threads:
+                thread.join()
+            assert ended == ["StoreClosed"] * 4
+            assert mapped(store.path) == 0
+
+
 def test_a_fork_child_gets_a_clear_error_and_attaches_anew_and_the_parent_is_unharmed(
     store: Store,
 ) -> None:

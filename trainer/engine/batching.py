@@ -45,6 +45,7 @@ class Batcher:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.prompts_computed = self.prompts_reused = 0
+        self._weights_seen = 0  # how often the weights have changed
         self._prefill_max = config.prefill_tokens_max
         self._decode_text = decode_text
         self._sampling: BatchSampling | None = None  # of the running ones; None after a change
@@ -65,9 +66,11 @@ class Batcher:
 
     def weights_changed(self) -> None:
         """Kept prefixes belong to the old weights. Running sequences keep their keys and values,
-        and each token that follows says which step sampled it.
+        each token that follows says which step sampled it, and what is a mixture of old and new
+        is not kept for a next turn.
         """
         self.prefixes.clear()
+        self._weights_seen += 1
 
     # --- cancelling -----------------------------------------------------------------------------
 
@@ -96,6 +99,7 @@ class Batcher:
                 break
             longest = needed
             fresh.append(self.waiting.popleft())
+            fresh[-1].weights_seen = self._weights_seen
         if not fresh:
             return
         cache.reserve(first + len(fresh), longest, used=first)
@@ -258,7 +262,8 @@ class Batcher:
             known = one.request.n_routed_known
             routing = self.runner.cache.routing[slot, known : len(computed)].clone()
             routed = narrow_array(routing) if self.runner.routing.info.layers else None
-            self._keep(one.session_key, computed, slot, None)
+            if one.weights_seen == self._weights_seen:
+                self._keep(one.session_key, computed, slot, None)
             self._outcomes.append((one, self._result(one, reason, routed)))
         self._remove(slot)
 

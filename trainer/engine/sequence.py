@@ -37,6 +37,8 @@ class Sequence:
     seed: int
     stop_ids: frozenset[int]
     cancelled: Cancelled = Cancelled.NO
+    weights_seen: int = 0
+    """Which weights of the engine computed its first token; see `Batcher.weights_changed`."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     model_steps: list[int] = field(default_factory=list)

@@ -139,6 +139,31 @@ def test_the_next_turn_goes_on_from_the_kept_prefix_and_returns_only_new_routing
     assert len(second.routed_experts) == 1 + 2 + len(second.token_ids) - 1
 
 
+def test_a_turn_that_saw_two_versions_of_the_weights_is_computed_anew_for_the_next() -> None:
+    def negate(model: Any, weights: WeightsVersion) -> None:
+        for value in model.parameters():
+            value.data.neg_()
+
+    async def run() -> tuple[Generation, int, list[int]]:
+        async with running("llama", load_weights=negate) as engine:
+            brake = Brake(engine, at=6)
+            task = asyncio.create_task(engine.generate(request("a", [3, 4, 5], session="s")))
+            await brake.reached()
+            swap = asyncio.create_task(engine.load_weights(WeightsVersion(b"", 1), "in_flight"))
+            await asyncio.sleep(0)  # it is in the worker's inbox
+            brake.let_go()
+            await swap
+            context = [3, 4, 5, *(await task).token_ids.tolist(), 9]
+            made = await engine.generate(request("b", context, session="s"))
+            return made, engine.counters.contexts_reused, context
+
+    made, reused, context = asyncio.run(run())
+    assert reused == 0
+    model, tokenizer = family("llama")
+    negate(model, WeightsVersion(b"", 1))
+    _same(made, generate(model, tokenizer, [request("b", context)])[0])
+
+
 def test_a_context_in_several_passes_is_that_of_one_pass() -> None:
     model, tokenizer = family("qwen3_moe")
     asked = [request(f"r{i}", list(range(2, 42 + i))) for i in range(3)]

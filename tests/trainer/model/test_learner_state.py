@@ -190,6 +190,15 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, Any], says: str
         Learner(family("llama")[0], LearnerConfig(**settings))
 
 
+def test_autocast_computes_in_bfloat16_and_keeps_float32_weights() -> None:
+    model, tokenizer = family("qwen3_moe")
+    traces = sampled_traces(model, tokenizer, 8)
+    figures = Learner(model, LearnerConfig(autocast=True)).train_step(traces, ADVANTAGES)
+    assert all(value.dtype == torch.float32 for value in model.parameters())
+    assert 1e-4 < figures["logprob_diff_max"] < 2.0  # the rounding of bfloat16, and no more
+    assert np.isfinite(figures["grad_norm"])
+
+
 def test_weights_in_half_precision_are_refused() -> None:
     with pytest.raises(ConfigError, match="float32"):
         Learner(family("llama")[0].bfloat16(), LearnerConfig())

@@ -125,7 +125,7 @@ async def test_L13_an_environment_that_never_ends_fails_its_rollout(tmp_path: Pa
     )
     config = EnvironmentConfig(kind="class", target=f"{file}:Forever", timeout_s=0.05)
     parts = ByTask([TaskConfig(name="t", environment=config)])
-    with pytest.raises(ToolError, match="longer than 0.05 s"):
+    with pytest.raises(ToolError, match=r"longer than 0\.05 s"):
         await parts.run(script(["x"]), Prompt(uid="p", task="t", text="?"))
     await parts.aclose()
 

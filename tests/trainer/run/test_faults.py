@@ -1,12 +1,15 @@
-"""Deaths in a live run: whoever is killed, the run finishes, the books balance, the arena is empty."""
+"""Deaths in a live run: whoever is killed, it finishes, the books balance, nothing is left."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
 from tests.trainer.run import runs
+
+pytestmark = pytest.mark.timeout(600)  # against a hang: a loaded machine starts processes slowly
 
 LONG = ("schedule.steps=40", "eval.prompts=0", "checkpoint.final=false", "metrics.plot=false")
 
@@ -25,4 +28,37 @@ def test_L07_L12_a_killed_process_costs_a_restart_and_nothing_else(
     assert result.summary["steps"] == 40
     assert [r["train_step"] for r in run.steps()] == list(range(1, 41))
     assert result.summary["ledger"]["trained"] == 40 * 16
+    runs.check_clean(result, run.name)
+
+
+def test_a_dead_engine_replica_costs_its_requests_a_new_start(tmp_path: Path) -> None:
+    run = runs.start(tmp_path, *LONG, "engine.inline=false", "engine.replicas=2")
+    run.wait_for_step(3)
+    first = run.kill("engine-1")
+    run.wait_for_process("engine-1", not_pid=first)
+    result = run.result()
+    assert result.status == 0, result.stderr
+    assert result.summary["restarts"] == {"engine-1": 1}
+    assert result.summary["ledger"]["trained"] == 40 * 16
+    runs.check_clean(result, run.name)
+
+
+def test_L27_processes_killed_one_after_the_other_at_random_do_not_stop_a_run(
+    tmp_path: Path,
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    choose = random.Random(seed)
+    victims = choose.sample(["learner", "producer", "engine-0"], 3)
+    run = runs.start(tmp_path, *LONG, "engine.inline=false", "schedule.steps=60")
+    step = 0
+    for victim in victims:
+        step += choose.randrange(2, 6)
+        run.wait_for_step(step)
+        first = run.kill(victim)
+        run.wait_for_process(victim, not_pid=first)
+    result = run.result()
+    assert result.status == 0, result.stderr
+    assert result.summary["restarts"] == dict.fromkeys(victims, 1)
+    assert result.summary["ledger"]["trained"] == 60 * 16
     runs.check_clean(result, run.name)

@@ -11,6 +11,8 @@ import pytest
 from tests.trainer.run import runs
 from trainer.metrics import describe
 
+pytestmark = pytest.mark.timeout(600)  # against a hang: a loaded machine starts processes slowly
+
 STEPS = 4
 
 

@@ -1,0 +1,184 @@
+"""`python -m bench train`: what asynchrony gives, and what the runtime takes.
+
+Owns the comparison of two runs of the command line that do the same work, one with the synchronous
+schedule (produce, then train, then sync), one with the asynchronous: each learner and producer a
+process of its own on one pinned thread. Two mixes: *balanced* (bench/balanced.yaml), in which
+generation and training cost about the same, so that two cores can at best halve the time of a
+step, and *quickstart* (examples/quickstart.yaml without warm-up and evaluation), in which they do
+not. The runs alternate; figures are of the steps after the first few, from the runs' own
+metrics.jsonl (docs/metrics.md says what each is).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.peers import ROOT, run_workers
+from bench.report import BenchArgs, Report, Row, Samples, at_most
+
+SKIPPED_STEPS = 5  # of each run: imports, first allocations, the buffer's first filling
+TIMEOUT_S = 900.0
+ASYNC_GOAL = at_most(0.6, "ratio")
+OVERHEAD_GOAL = at_most(0.03)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A configuration, and what the benchmark changes in it."""
+
+    name: str
+    config: Path
+    changes: tuple[str, ...] = ()
+    goals: bool = False
+
+
+MIXES = (
+    Mix("balanced", ROOT / "bench" / "balanced.yaml", goals=True),
+    Mix(
+        "quickstart",
+        ROOT / "examples" / "quickstart.yaml",
+        (
+            *("eval.prompts=0", "eval.every=0", "checkpoint.every=0", "checkpoint.final=false"),
+            *("warmup=null", "replay.filter_equal_rewards=false"),
+        ),
+    ),
+)
+
+
+def main(args: BenchArgs) -> int:
+    """Measures, prints, writes; returns the exit status, 1 when a run failed."""
+    report = Report("train", args)
+    if len(os.sched_getaffinity(0)) < 2:
+        report.remark("one core only: asynchrony cannot gain anything here")
+    for mix in MIXES:
+        if not args.wants(mix.name):
+            continue
+        steps, repeats = (20, 1) if args.quick else (60, 2)
+        try:
+            report.add(*compare(mix, steps, repeats))
+        except RunFailed as failed:
+            report.remark(str(failed))
+            report.finish()
+            return 1
+    if args.peers:
+        run_workers(report, "train", ["trl"])
+    return report.finish()
+
+
+class RunFailed(Exception):
+    """A run of the command line ended with an error."""
+
+
+def run(mix: Mix, schedule: str, steps: int, folder: Path) -> list[dict[str, Any]]:
+    """One run to its end; the metrics of its steps after the first few."""
+    name = f"bench-{mix.name}-{schedule}-{os.getpid()}"
+    settings = (
+        *mix.changes,
+        *(f"run.folder={folder}", f"run.name={name}"),
+        *(f"schedule.name={schedule}", f"schedule.steps={steps}"),
+    )
+    command = [sys.executable, "-m", "trainer.cli", "train", str(mix.config), "--json"]
+    for setting in settings:
+        command += ["--set", setting]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        tail = " | ".join(done.stderr.strip().splitlines()[-3:])
+        raise RunFailed(f"{mix.name}, {schedule}: exit {done.returncode}: {tail}")
+    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row for row in rows if row["train_step"] > SKIPPED_STEPS and "step_s" in row]
+
+
+def compare(mix: Mix, steps: int, repeats: int) -> list[Row]:
+    """Rows of one mix: the schedules in turn, `repeats` times."""
+    taken: dict[str, list[dict[str, Any]]] = {"sync": [], "async": []}
+    with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
+        for repeat in range(repeats):
+            for schedule in ("sync", "async") if repeat % 2 == 0 else ("async", "sync"):
+                taken[schedule] += run(mix, schedule, steps, Path(folder) / str(repeat))
+    step = {
+        schedule: Samples(tuple(row["step_s"] * 1e9 for row in rows))
+        for schedule, rows in taken.items()
+    }
+    ratio = step["async"].median_s / step["sync"].median_s
+    goals = (ASYNC_GOAL,) if mix.goals else ()
+    work = f"train step, {mix.name}"
+    found = [
+        step["sync"].row(work, "sync", note=_halves(taken["sync"])),
+        Row(
+            work,
+            "async",
+            step["async"].median_s,
+            p99=step["async"].p99_s,
+            n=step["async"].n,
+            reference="sync",
+            ratio=ratio,
+            goals=goals,
+        ),
+    ]
+    for schedule, rows in taken.items():
+        found += _shares(mix, schedule, rows)
+    return found
+
+
+def _median(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return statistics.median(float(row.get(name, 0.0)) for row in rows)
+
+
+def _halves(rows: Sequence[dict[str, Any]]) -> str:
+    """How the work divides when one half waits for the other."""
+    engine = statistics.median(row["engine_busy"] * row["step_s"] for row in rows)
+    learner = _median(rows, "learn_s")
+    return f"engine {engine * 1e3:.0f} ms, learner {learner * 1e3:.0f} ms of arithmetic"
+
+
+def _shares(mix: Mix, schedule: str, rows: Sequence[dict[str, Any]]) -> list[Row]:
+    overhead = statistics.median(row["overhead_s"] / row["step_s"] for row in rows)
+    goals = (OVERHEAD_GOAL,) if mix.goals else ()
+    rates = {"generated": "tokens_per_s", "trained": "trained_tokens_per_s"}
+    return [
+        Row(
+            f"overhead of the runtime, {mix.name}",
+            schedule,
+            overhead,
+            unit="x",
+            n=len(rows),
+            goals=goals,
+            note="share of a step that is neither arithmetic nor waiting",
+        ),
+        Row(
+            f"learner waits, {mix.name}",
+            schedule,
+            _median(rows, "learner_wait_share"),
+            unit="x",
+            n=len(rows),
+            note="share of a step",
+        ),
+        *(
+            Row(
+                f"tokens {what}, {mix.name}",
+                schedule,
+                _median(rows, name),
+                unit="1/s",
+                n=len(rows),
+            )
+            for what, name in rates.items()
+        ),
+    ]

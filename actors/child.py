@@ -31,6 +31,7 @@ from .mailbox import LocalActor
 from .node import Node
 from .peers import AGENT, Notice, State
 from .snapshot import process_memory
+from .tracing import Tracing
 
 __all__ = ["Host", "main", "serve", "warm_up"]
 
@@ -158,6 +159,8 @@ async def serve(request: dict[str, Any], sock: socket.socket, host: Host) -> int
             os._exit(_EXIT_ORPHANED)
         end(_EXIT_ORPHANED)
 
+    if request["tracing"]:
+        node.tracing = Tracing()
     node.on_exit = end
     node.on_process_lost = lost
     client = Client(node, store)

@@ -160,6 +160,8 @@ class LocalActor:
             return
         self._ack(link, call_id, flags)
         lane = (link, group.decode() if group else method.group)
+        if self._node.tracing is not None and self._cycles:
+            function = self._node.tracing.wrap(function, self.context.name, method, ctx.trace)
         call = Inbound(link, call_id, kind, method, function, lane, ctx, args, kwargs)
         if flags & _REFS:
             self._ref_arguments.resolve(call)

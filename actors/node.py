@@ -40,6 +40,7 @@ from .transport import Link, LoopbackLink
 if TYPE_CHECKING:
     from .calls import Pending, StreamState
     from .mailbox import LocalActor
+    from .tracing import Tracing
 
 __all__ = ["IN_FLIGHT_MAX", "WAITING_MAX", "Node"]
 
@@ -81,6 +82,7 @@ class Node:
         self.on_process_lost: Callable[[int, str], None] | None = None
         self.resolve: Callable[[int], Any] | None = None  # asks the hub; set by client/hub
         self.late_replies = 0
+        self.tracing: Tracing | None = None
         self._thread = threading.get_ident()
         self._ids = itertools.count(1)
         self._lanes = Lanes(self.loop, self, uid, token, incarnation, keys)
@@ -341,6 +343,8 @@ class Node:
         """Take a call out of the tables; it gets its end from the caller of this."""
         if self.pending.pop(call.call_id, None) is None:
             return
+        if self.tracing is not None:
+            self.tracing.end(call.call_id, "ended without an answer")
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None
@@ -359,6 +363,8 @@ class Node:
     def _refuse(self, call: Pending, error: ActorError) -> None:
         """End a call that is neither sent nor waiting."""
         del self.pending[call.call_id]
+        if self.tracing is not None:
+            self.tracing.end(call.call_id, str(error))
         if call.timer is not None:
             call.timer.cancel()
         call.keep = ()

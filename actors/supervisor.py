@@ -235,6 +235,7 @@ class Supervisor:
             "in_flight_max": config.in_flight_max,
             "socket": config.listen or self._rundir.socket_path(f"a{record.uid}"),
             "keys": config.keys,
+            "tracing": config.tracing,
             "methods": dict(spec.methods),
             "sys_path": spec.sys_path,
             "hints": dict(spec.hints),

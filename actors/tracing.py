@@ -1,9 +1,9 @@
 """OpenTelemetry spans around calls, where that package is installed and a run asks for them.
 
 Owns the translation between spans and the trace fields of a frame. Used by `handle`, `answers` and
-`node` (caller) and `mailbox` (actor) when `Runtime(tracing=True)`; otherwise none of it runs. Only the API
-is used: which provider exports the spans of a process is that process's business (set it in the
-driver, and in `__init__` of an actor).
+`node` (caller) and `mailbox` (actor) when `Runtime(tracing=True)`; otherwise none of it runs. Only
+the API is used: which provider exports the spans of a process is that process's business (set it in
+the driver, and in `__init__` of an actor).
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ bool signal_raised(void*) {
   bool raised = true;
   if (!interpreter_goes_without_us()) {
     nb::gil_scoped_acquire acquired;
-    raised = PyErr_CheckSignals() != 0;
+    raised = PyErr_CheckSignals() != 0 || StoreCore::Use::of_closed();
   }
   g_callbacks.fetch_sub(1, std::memory_order_seq_cst);
   return raised;
@@ -157,7 +157,7 @@ void raise(const char* error_class, const std::string& message) {
 
 void raise(Status status) {
   if (status == Status::interrupted) {
-    if (!PyErr_Occurred()) PyErr_SetNone(PyExc_KeyboardInterrupt);
+    if (!PyErr_Occurred()) raise("StoreClosed", "the store was closed during this wait");
     nb::raise_python_error();
   }
   const std::string& detail = shmrl::Store::detail();
@@ -228,19 +228,34 @@ void StoreCore::open(std::unique_ptr<shmrl::Store> store) {
   register_store(facts_.arena_id, this);
 }
 
+thread_local const StoreCore::Use* StoreCore::Use::innermost_ = nullptr;
+
+bool StoreCore::in_use_by_this_thread() const noexcept {
+  for (const Use* use = Use::innermost_; use != nullptr; use = use->outer_)
+    if (&use->core_ == this) return true;
+  return false;
+}
+
 void StoreCore::close() noexcept {
   if (!store_ || closed_) return;
   closed_ = true;
   unregister_store(facts_.arena_id, this);
-  Use use(*this);  // the last use destroys the store, which unmaps the arena if no view is left
-  // close() waits for calls of other threads, and those may want the GIL to run signal handlers.
-  const WithoutGil released;
-  store_->close();
+  // A signal handler that runs inside a wait of this thread: that wait ends at once, and closes.
+  if (in_use_by_this_thread()) return;
+  ++users_;
+  {
+    // Waits for calls of other threads, and those may want the GIL to run signal handlers.
+    const WithoutGil released;
+    store_->close();
+  }
+  if (--users_ == 0) finish_close();
 }
 
-void StoreCore::destroy_store() noexcept {
+// Nobody uses the store any more: leave the arena, and give its memory back if no view is left.
+void StoreCore::finish_close() noexcept {
   std::unique_ptr<shmrl::Store> last = std::move(store_);
-  const WithoutGil released;  // as in close()
+  const WithoutGil released;
+  last->close();
   last.reset();
 }
 

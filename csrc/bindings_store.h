@@ -28,18 +28,29 @@ class StoreCore {
   void close() noexcept;
   bool is_open() const noexcept { return store_ && store_->is_open(); }
 
-  // Keeps the store object in place while a call runs without the GIL. GIL held at both ends.
+  // Keeps the store object in place while a call runs without the GIL. GIL held at both ends. The
+  // uses of a thread nest: a wait runs Python's signal handlers, and those may call us again.
   class Use {
    public:
-    explicit Use(StoreCore& core) : core_(core) { ++core_.users_; }
+    explicit Use(StoreCore& core) : core_(core), outer_(innermost_) {
+      ++core_.users_;
+      innermost_ = this;
+    }
     ~Use() {
-      if (--core_.users_ == 0 && core_.closed_) core_.destroy_store();
+      innermost_ = outer_;
+      if (--core_.users_ == 0 && core_.closed_) core_.finish_close();
     }
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
 
+    // Whether this thread is inside a use of a store that has been closed meanwhile.
+    static bool of_closed() noexcept { return innermost_ != nullptr && innermost_->core_.closed_; }
+
    private:
+    friend class StoreCore;
     StoreCore& core_;
+    const Use* outer_;
+    static thread_local const Use* innermost_;
   };
 
   // What stays known after the close.
@@ -58,7 +69,8 @@ class StoreCore {
 
  private:
   [[noreturn]] void raise_not_open() const;
-  void destroy_store() noexcept;
+  bool in_use_by_this_thread() const noexcept;
+  void finish_close() noexcept;
 
   std::unique_ptr<shmrl::Store> store_;
   Facts facts_;

@@ -457,6 +457,31 @@ def interrupt_when_waiting(pid: int) -> None:
 FUTEX = {"x86_64": "202", "aarch64": "98"}[os.uname().machine]
 
 
+def test_a_signal_handler_may_use_and_close_the_store_that_its_thread_waits_in() -> None:
+    with temporary_store("4MiB") as store, Puppet() as puppet:
+
+        def wait(state: Any, name: str) -> tuple[str, int]:
+            mine = Store.attach(name)
+            used: list[int] = []
+
+            def handle(*_: Any) -> None:
+                used.append(mine.get(mine.put(41)) + 1)
+                mine.close()
+
+            signal.signal(signal.SIGINT, handle)
+            draft = mine.build(10)
+            try:
+                mine.get(draft.ref, timeout=60)
+            except StoreClosed as error:
+                return str(error), used[0]
+            return "it went on", 0
+
+        puppet.begin(wait, store.name)
+        interrupt_when_waiting(puppet.pid)
+        assert puppet.result() == ("the store was closed during this wait", 42)
+        assert store.stats().clients == 1
+
+
 def test_a_puppet_that_dies_inside_a_call_is_told(store: Store) -> None:
     with Puppet() as puppet, pytest.raises(PuppetDied) as caught:
         puppet.call(lambda state: os.kill(os.getpid(), 9))

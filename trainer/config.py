@@ -78,9 +78,10 @@ class SourceConfig:
     kind: Literal["reasoning_gym", "jsonl"] = _opt("reasoning_gym", "Kind of prompt source.")
     dataset: str | None = _opt(None, "reasoning_gym: name of the data set, such as number_sorting.")
     params: Mapping[str, object] = _opt_of(dict, "reasoning_gym: parameters of the data set.")
-    render: Literal["text", "compact_sorting"] = _opt(
+    render: Literal["text", "compact_sorting", "compact_ascending"] = _opt(
         "text",
-        "How an item becomes a prompt: its own text, or `7204<` for number_sorting of digits.",
+        "How an item becomes a prompt: its own text; or, for number_sorting of digits, `7204<` "
+        "and `7204>` (compact_sorting), or always `7204<` (compact_ascending).",
     )
     path: str | None = _opt(None, "jsonl: file with one {prompt, answer} object a line.")
     prompt_field: str = _opt("prompt", "jsonl: field of the prompt (text, or a list of messages).")
@@ -143,7 +144,7 @@ class TaskConfig:
     judge: JudgeConfig = _opt_of(JudgeConfig, "How a rollout is scored.", shorthand="kind")
     format_reward: float = _opt(
         0.0,
-        "Reward of a wrong answer that has the form of a right one (compact_sorting).",
+        "Reward of a wrong answer that has the form of a right one (compact renders).",
         ge=0,
         le=1,
     )

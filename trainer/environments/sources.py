@@ -87,8 +87,9 @@ class ReasoningGymSource:
 
     def _item(self, index: int) -> tuple[str, str, Mapping[str, Any]]:
         item = self._dataset[index % _GYM_ITEMS]
-        if self._config.render == "compact_sorting":
-            return (*_compact(item["metadata"]), {})
+        if self._config.render != "text":
+            upwards = self._config.render == "compact_ascending"
+            return (*_compact(item["metadata"], always_up=upwards), {})
         # Prompts go into snapshots, which are JSON; a data set may keep other things in there.
         metadata = json.loads(json.dumps(item["metadata"], default=str))
         return str(item["question"]), str(item["answer"]), metadata
@@ -102,7 +103,7 @@ def _gym_dataset(config: SourceConfig, seed: int) -> Any:
             "reasoning_gym is not installed; it is part of the `train` extra: "
             "pip install 'shmrl[train]'"
         ) from error
-    params = {**_COMPACT, **config.params} if config.render == "compact_sorting" else config.params
+    params = config.params if config.render == "text" else {**_COMPACT, **config.params}
     try:
         return reasoning_gym.create_dataset(config.dataset, seed=seed, size=_GYM_ITEMS, **params)
     except (ValueError, TypeError, AssertionError) as error:
@@ -119,11 +120,11 @@ _COMPACT: dict[str, object] = {
 }
 
 
-def _compact(metadata: Mapping[str, Any]) -> tuple[str, str]:
+def _compact(metadata: Mapping[str, Any], *, always_up: bool) -> tuple[str, str]:
     """`7204<` and `0247`: digits, then the direction; what a small model can learn in minutes."""
     digits = "".join(str(int(float(n))) for n in metadata["original_numbers"])
-    answer = "".join(str(int(float(n))) for n in metadata["sorted_numbers"])
-    return digits + ("<" if metadata["direction"] == "ascending" else ">"), answer
+    down = metadata["direction"] != "ascending" and not always_up
+    return digits + (">" if down else "<"), "".join(sorted(digits, reverse=down))
 
 
 class JsonlSource:

@@ -241,3 +241,10 @@ def test_an_unknown_data_set_is_a_clear_error() -> None:
     task = TaskConfig(name="t", source=SourceConfig(dataset="no_such_thing"))
     with pytest.raises(BadPrompts, match="no_such_thing"):
         build_source(task, seed=0, held_out=False)
+
+
+def test_compact_ascending_always_asks_upwards() -> None:
+    source = build_source(gym(render="compact_ascending"), seed=3, held_out=False)
+    prompts = [source.prompt(i) for i in range(50)]
+    assert all(p.text is not None and p.answer == "".join(sorted(p.text[:-1])) for p in prompts)
+    assert {p.text[-1] for p in prompts if p.text} == {"<"}

@@ -88,8 +88,8 @@ class ReasoningGymSource:
     def _item(self, index: int) -> tuple[str, str, Mapping[str, Any]]:
         item = self._dataset[index % _GYM_ITEMS]
         if self._config.render != "text":
-            upwards = self._config.render == "compact_ascending"
-            return (*_compact(item["metadata"], always_up=upwards), {})
+            ascending = self._config.render == "compact_ascending"
+            return (*_compact(item["metadata"], ascending=ascending), {})
         # Prompts go into snapshots, which are JSON; a data set may keep other things in there.
         metadata = json.loads(json.dumps(item["metadata"], default=str))
         return str(item["question"]), str(item["answer"]), metadata
@@ -120,11 +120,17 @@ _COMPACT: dict[str, object] = {
 }
 
 
-def _compact(metadata: Mapping[str, Any], *, always_up: bool) -> tuple[str, str]:
-    """`7204<` and `0247`: digits, then the direction; what a small model can learn in minutes."""
+def _compact(metadata: Mapping[str, Any], *, ascending: bool) -> tuple[str, str]:
+    """`7204<` and `0247`: digits, then the direction; what a small model can learn in minutes.
+
+    `ascending`: upwards whatever the item says. Measured over 340 steps of the quickstart: rewards
+    reach 0.80 that way, and 0.59 with both directions.
+    """
     digits = "".join(str(int(float(n))) for n in metadata["original_numbers"])
-    down = metadata["direction"] != "ascending" and not always_up
-    return digits + (">" if down else "<"), "".join(sorted(digits, reverse=down))
+    answer = "".join(str(int(float(n))) for n in metadata["sorted_numbers"])
+    if ascending or metadata["direction"] == "ascending":
+        return digits + "<", "".join(sorted(answer))
+    return digits + ">", answer
 
 
 class JsonlSource:

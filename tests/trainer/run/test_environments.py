@@ -178,6 +178,20 @@ def test_compact_sorting_prompts_are_right_and_a_pure_function_of_the_index() ->
         assert 4 <= len(digits) <= 6
 
 
+def test_compact_ascending_sorts_the_same_digits_upwards_whatever_the_item_says() -> None:
+    both = build_source(gym(render="compact_sorting"), seed=3, held_out=False)
+    task = gym(render="compact_ascending", holdout=0.0)
+    upwards = build_source(task, seed=3, held_out=False)
+    directions = set()
+    for index in range(40):
+        prompt = upwards.prompt(index)
+        assert prompt.text is not None
+        assert prompt.text.endswith("<")
+        assert prompt.answer == "".join(sorted(prompt.text[:-1]))
+        directions.add(str(both.prompt(index).text)[-1])
+    assert directions == {"<", ">"}
+
+
 def test_training_prompts_and_held_out_prompts_never_meet() -> None:
     task = gym(render="compact_sorting", params={"min_numbers": 2, "max_numbers": 3})
     texts = {

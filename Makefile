@@ -9,7 +9,7 @@ CTEST   ?= build/ctest
 # The one that the tests use, so that one does not rebuild what the other has built.
 CMAKE   := $(firstword $(wildcard $(VENV)/bin/cmake) cmake)
 
-.PHONY: install demo test check bench bench-peers gpu-check core ctest crash soak sanitize
+.PHONY: install demo test check bench bench-peers gpu-check core ctest crash soak sanitize simulate
 
 install: $(STAMP)
 
@@ -41,9 +41,15 @@ crash: ctest
 
 # S seconds of random kills.
 S ?= 60
+# Whole training runs on virtual time with random deaths; SEEDS=5000 for an hour's worth.
+SEEDS ?= 1000
+simulate: install
+	$(PY) -m tests.simulation --seeds $(SEEDS)
+
 soak: install ctest
 	$(CTEST)/shmrl_soak --seconds $(S) --seed $$(date +%s)
 	$(PY) -m tests.shmstore.soak --seconds $(S)
+	$(PY) -m tests.trainer.lifecycle.soak --groups 100000
 
 # The C++ tests under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer.
 sanitize:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -121,10 +122,10 @@ class Codec:
             if not raw:
                 return Encoded(body)
             return self._spill(body, raw, [])
-        from shmstore.pickling import collecting_refs
+        from shmstore import pickling
 
-        with collecting_refs() as refs:
-            body = _dumps(value, raw)
+        with pickling.collecting_refs() as refs:
+            body = _dumps(value, raw, pickling.dumps if "torch" in sys.modules else None)
         if not raw and not refs and len(body) < STORE_BYTES_MIN:
             return Encoded(body)
         return self._spill(body, raw, list(refs))
@@ -234,10 +235,10 @@ class Codec:
         raw: list[pickle.PickleBuffer] = []
         if self.store is None:
             return Blob(_dumps(value, raw), tuple(bytes(_flat(b)) for b in raw))
-        from shmstore.pickling import collecting_refs
+        from shmstore import pickling
 
-        with collecting_refs() as refs:
-            body = _dumps(value, raw)
+        with pickling.collecting_refs() as refs:
+            body = _dumps(value, raw, pickling.dumps if "torch" in sys.modules else None)
         buffers: list[object] = []
         for view in [_flat(b) for b in raw]:
             buffers.append(self._put(view) if view.nbytes >= STORE_BYTES_MIN else bytes(view))
@@ -363,10 +364,22 @@ def _rebuild(
     return make_remote_error(cause, name, _text_of(cause) if cause else "", trace_text, base)
 
 
-def _dumps(value: object, raw: list[pickle.PickleBuffer]) -> bytes:
-    """Pickle 5 out of band; by value (cloudpickle) for what only exists in this process."""
+Dumps = Callable[[object, Callable[[pickle.PickleBuffer], object]], bytes]
+
+
+def _dumps(
+    value: object, raw: list[pickle.PickleBuffer], with_tensors: Dumps | None = None
+) -> bytes:
+    """Pickle 5 out of band; by value (cloudpickle) for what only exists in this process.
+
+    `with_tensors`: the store's pickler, which knows torch tensors as buffers; slower, so it is used
+    where torch is loaded.
+    """
     try:
-        body = pickle.dumps(value, 5, buffer_callback=raw.append)
+        if with_tensors is not None:
+            body = with_tensors(value, raw.append)
+        else:
+            body = pickle.dumps(value, 5, buffer_callback=raw.append)
         if b"__main__" not in body:
             return body
     except Exception as error:  # lambdas, local classes: cloudpickle may know them

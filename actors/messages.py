@@ -72,9 +72,7 @@ class Flag(enum.IntFlag):
     NONE = 0
     REFS = 1  # the message holds objects in the store until an ACK comes
     REPLY = 2  # ACK: it answers a reply (the receiver of the ACK looks among replies it sent)
-    TOP_REFS = 4  # some top-level argument is a ref: resolve before the call starts
-    BODY_STORED = 8  # the pickle itself is an object in the store (buffer 0)
-    TRACED = 16  # trace fields are set
+    BODY_STORED = 4  # the pickle itself is an object in the store (buffer 0)
 
 
 class Buffer(NamedTuple):

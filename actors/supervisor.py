@@ -175,7 +175,7 @@ class Supervisor:
             await self._launch(record)
         except BaseException as error:
             record.final = True
-            record.reason = record.reason or f"it never started: {error}"
+            record.reason = record.reason or f"it never started: {error or type(error).__name__}"
             if record.alive:
                 self._bury(record, None)
                 self._kill_group(record)

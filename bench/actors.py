@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,83 +24,12 @@ import psutil
 
 import actors
 from bench import floors
+from bench.actor_classes import IN_FLIGHT, Caller, Echo, burst, laps
 from bench.peers import ROOT, run_workers
 from bench.report import BenchArgs, Report, Row, Samples, at_least, at_most, collector_off
 
 MIB = 1 << 20
-IN_FLIGHT = 1000
 PEERS = ("ray", "xoscar")
-
-
-class Echo:
-    """What is called."""
-
-    async def nothing(self) -> None:
-        """An empty async method that cannot suspend."""
-
-    async def awaits(self) -> None:
-        """An empty async method that needs a task."""
-        await asyncio.sleep(0)
-
-    def nothing_in_thread(self) -> None:
-        """An empty `def` method."""
-
-    async def take(self, value: Any) -> None:
-        """Receive a value and leave it alone."""
-
-    async def touch(self, value: np.ndarray[Any, Any]) -> float:
-        """Read one element of each 4 KiB."""
-        return float(value[::512].sum())
-
-    async def items(self, n: int) -> AsyncIterator[int]:
-        """A stream."""
-        for i in range(n):
-            yield i
-
-    async def forever(self) -> None:
-        """Never answers."""
-        await asyncio.Event().wait()
-
-    async def pid(self) -> int:
-        """To be killed."""
-        return os.getpid()
-
-
-class Caller:
-    """Calls from another actor: the lane between two actor processes."""
-
-    def __init__(self, target: actors.Handle) -> None:
-        self.target = target
-
-    async def one_at_a_time(self, n: int) -> list[int]:
-        """Durations in ns."""
-        return await laps(self.target.nothing, n)
-
-    async def in_flight(self, n: int) -> float:
-        """Calls a second."""
-        return await burst(self.target, n)
-
-
-async def laps(call: Callable[[], Awaitable[Any]], n: int, warm_up: int = 100) -> list[int]:
-    """`n` durations in ns of `await call()`, after some unrecorded ones."""
-    taken = []
-    with collector_off():
-        for turn in range(warm_up + n):
-            begin = time.perf_counter_ns()
-            await call()
-            if turn >= warm_up:
-                taken.append(time.perf_counter_ns() - begin)
-    return taken
-
-
-async def burst(target: actors.Handle, n: int) -> float:
-    """Calls a second, `IN_FLIGHT` at once, median of several rounds."""
-    rates = []
-    for _ in range(max(3, n // IN_FLIGHT)):
-        begin = time.perf_counter()
-        await asyncio.gather(*[target.nothing() for _ in range(IN_FLIGHT)])
-        rates.append(IN_FLIGHT / (time.perf_counter() - begin))
-    return statistics.median(rates)
 
 
 def main(args: BenchArgs) -> int:
@@ -324,7 +253,7 @@ async def memory(report: Report) -> None:
     child.stdout.readline()
     tree = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
     total = sum(pss_bytes(process.pid) for process in tree)
-    child.send_signal(signal.SIGINT)
+    child.kill()
     child.communicate()
     report.add(
         Row(

@@ -162,7 +162,9 @@ class Conversation:
         partial = self._replay_partial_turn()
         if len(partial) >= params.max_new_tokens:
             return self._finish_turn(partial, FinishReason.LENGTH)
-        params = dataclasses.replace(params, max_new_tokens=params.max_new_tokens - len(partial))
+        if partial:
+            left = params.max_new_tokens - len(partial)
+            params = dataclasses.replace(params, max_new_tokens=left)
         generation = await self._request(params)
         await self._store(generation)
         partial.extend(generation.token_ids.tolist())
@@ -181,11 +183,15 @@ class Conversation:
         if self.request_id is not None:
             await self._engine.abort([self.request_id])
 
-    def outcome(self) -> Rollout:
-        """The rollout with everything that is known from the trace; status and reward are the
-        caller's.
-        """
+    @property
+    def has_sampled(self) -> bool:
+        """Whether the path holds a token of the model."""
+        return self._step_min is not None
+
+    def outcome(self, **changes: Any) -> Rollout:
+        """The rollout with everything that is known from the trace, and the caller's `changes`."""
         return self._rollout.evolve(
+            **changes,
             leaves=() if self._node is None or self._step_min is None else (self._node,),
             turns=tuple(self._turns),
             n_prompt_nodes=self._n_prompt_nodes,
@@ -305,13 +311,17 @@ class Conversation:
         info = self._engine.info
         routed = generation.routed_experts
         if not info.routes or k == 0:
-            return dataclasses.replace(generation, routed_experts=None)
+            if routed is not None:
+                generation = dataclasses.replace(generation, routed_experts=None)
+            return generation
         if routed is None:
             raise EngineError(f"the engine returned {k} tokens without routed experts")
         wanted = (n_context + k - 1 - self._n_routed, info.n_layers_moe, info.top_k)
         if routed.shape != wanted:
             raise EngineError(f"routed experts have shape {routed.shape}; {wanted} was asked for")
         narrow: Routing = routed.astype(narrowest_unsigned(info.n_experts), copy=False)
+        if narrow is routed:
+            return generation
         return dataclasses.replace(generation, routed_experts=narrow)
 
     # -- storing ---------------------------------------------------------------------------------

@@ -98,7 +98,9 @@ class Judge(Protocol):
     """Scores a finished rollout."""
 
     async def score(self, prompt: Prompt, text: str, trace: Trace) -> float:
-        """A finite reward for what the policy answered (`text`; `trace` has every token).
+        """A finite reward for what the policy answered.
+
+        `text`: all that it sampled; `trace`: every token, without routed experts.
 
         May raise `JudgeError`; the producer adds the time limit.
         """

@@ -158,7 +158,7 @@ class PendingGroup:
         )
         conversation = self._conversation(rollout, shared)
         status, error = await self._converse(conversation)
-        done = conversation.outcome().evolve(
+        done = conversation.outcome(
             status=status,
             error_msg=error,
             generation_time_s=rollout.generation_time_s + loop.time() - started,
@@ -199,7 +199,7 @@ class PendingGroup:
                 await stopper
         if conversation.aborted:
             return Status.ABORTED, None
-        if not conversation.outcome().leaves:
+        if not conversation.has_sampled:
             return Status.FAILED, "the environment ended without a turn of the model"
         return Status.COMPLETED, None
 
@@ -232,7 +232,9 @@ class PendingGroup:
         return rollout.evolve(reward=reward)
 
     async def _judge(self, rollout: Rollout) -> float:
-        trace = self._parts.traces.export(rollout.session_id, node=rollout.leaves[-1])
+        trace = self._parts.traces.export(
+            rollout.session_id, node=rollout.leaves[-1], with_routing=False
+        )
         text = self._parts.tokenizer.decode(trace.token_ids[trace.labels >= 0].tolist())
         reward = await self._parts.judge.score(self.work.prompt, text, trace)
         if isinstance(reward, bool) or not isinstance(reward, (int, float)):

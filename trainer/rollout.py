@@ -136,8 +136,18 @@ class Rollout:
         return self.n_prompt_tokens + self.n_response_tokens
 
     def evolve(self, **changes: Any) -> Rollout:
-        """A copy with `changes`; the only way to alter a rollout."""
-        return dataclasses.replace(self, **changes)
+        """A copy with `changes`; the only way to alter a rollout.
+
+        By hand, because `dataclasses.replace` costs as much as storing a segment.
+        """
+        unknown = changes.keys() - _ROLLOUT_FIELDS
+        if unknown:
+            raise TypeError(f"a rollout has no {sorted(unknown)}")
+        clone = object.__new__(Rollout)
+        for name in _ROLLOUT_FIELDS:
+            value = changes[name] if name in changes else getattr(self, name)
+            object.__setattr__(clone, name, value)
+        return clone
 
     def cut_to_prompt(self, status: Status) -> Rollout:
         """Without its response: what remains when an attempt is given up but the prompt is kept."""
@@ -153,6 +163,9 @@ class Rollout:
             error_msg=None,
             metrics={},
         )
+
+
+_ROLLOUT_FIELDS = dict.fromkeys(f.name for f in dataclasses.fields(Rollout)).keys()
 
 
 @dataclass(frozen=True, slots=True)

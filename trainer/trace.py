@@ -118,6 +118,8 @@ class TraceStore:
         node: int | None = None,
         text: str | None = None,
         token_ids: ArrayLike | None = None,
+        *,
+        with_routing: bool = True,
     ) -> Trace:
         """The path from a root to `node`, or the path that is exactly `text` or `token_ids`; copied
         once.
@@ -132,7 +134,8 @@ class TraceStore:
             nodes = self._exact_path(session_id, entries, _query(text, token_ids))
         else:
             nodes = self._path_to(entries, session_id, self._only_leaf(entries, session_id, node))
-        return _assemble(session_id, nodes, [self._read(entries[n].ref) for n in nodes])
+        parts = [self._read(entries[n].ref) for n in nodes]
+        return _assemble(session_id, nodes, parts, with_routing)
 
     def release(self, session_ids: Sequence[str], owner: str, strict: bool = False) -> list[str]:
         """End those of the sessions that exist and are `owner`'s; -> their ids (L03, L04)."""
@@ -306,9 +309,11 @@ def _query(text: str | None, token_ids: ArrayLike | None) -> _Query:
     return _Query(None, tokens.astype(np.int32, copy=False))
 
 
-def _assemble(session_id: str, nodes: Sequence[int], parts: Sequence[Columns]) -> Trace:
+def _assemble(
+    session_id: str, nodes: Sequence[int], parts: Sequence[Columns], with_routing: bool
+) -> Trace:
     """Copy the columns of a path behind each other, once."""
-    routed = _assemble_routing(session_id, nodes, parts)
+    routed = _assemble_routing(session_id, nodes, parts) if with_routing else None
     if not parts:
         empty = np.empty(0, np.int32)
         return Trace(empty, empty.copy(), np.empty(0, np.float32), empty.copy())

@@ -169,6 +169,21 @@ async def test_a_large_array_goes_through_the_store_and_a_small_one_does_not() -
         await assert_empty_soon(rt)
 
 
+async def test_torch_tensors_travel_as_buffers_through_the_store() -> None:
+    import torch
+
+    async with runtime() as rt:
+        service = await rt.spawn(Service)
+        before = rt.store.stats().counters.puts
+        tensor = torch.ones(1 << 18, dtype=torch.bfloat16)
+        back = await service.note(tensor)
+        assert rt.store.stats().counters.puts == before + 2
+        assert back.dtype == torch.bfloat16
+        assert float(back.sum()) == 1 << 18
+        del back
+        await assert_empty_soon(rt)
+
+
 async def test_what_the_sender_drops_lives_on_with_the_receiver() -> None:
     async with runtime() as rt:
         service = await rt.spawn(Service)

@@ -1,0 +1,73 @@
+"""A trainer of one's own on the lifecycle: `python examples/custom_trainer.py`.
+
+The policy is a table of 10 logits, the task is to answer with a 7. What is not a toy: the rollouts
+lie in the shared arena, the buffer knows who owns them, the producer runs on while the learner
+trains, and at the end the arena is empty. Imports the store and the lifecycle; no torch, no actors.
+"""
+
+import asyncio
+
+import numpy as np
+
+from shmstore import Store
+from trainer import IGNORE_LABEL, Group, ReplayBuffer, Rollout, Segment, Status, TraceStore
+
+STEPS, BATCH, K, PROMPT = 60, 4, 8, np.array([1, 2, 3], np.int32)
+
+
+def policy(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+async def produce(traces: TraceStore, buffer: ReplayBuffer, state: dict) -> None:
+    rng = np.random.default_rng(0)
+    nothing = np.zeros(3, np.int32)
+    prompt = Segment(PROMPT, nothing + IGNORE_LABEL, np.zeros(3, np.float32), nothing - 1)
+    for number in range(STEPS * BATCH):
+        ids = [f"g{number}-{k}" for k in range(K)]
+        for session_id in ids:
+            traces.open(session_id, owner="producer-0")
+        traces.insert_shared(ids, prompt)  # stored once for all K
+        rollouts = []
+        for session_id in ids:
+            probabilities = policy(state["logits"])
+            answer = rng.choice(10, p=probabilities)
+            token, step = np.array([answer], np.int32), np.array([state["step"]], np.int32)
+            logprob = np.log(probabilities[token]).astype(np.float32)
+            traces.insert(session_id, Segment(token, token, logprob, step), parent=0)
+            reward = float(answer == 7)
+            rollouts.append(Rollout(session_id, status=Status.COMPLETED, reward=reward))
+        await buffer.put(Group(rollouts=tuple(rollouts)), task="seven", owner="producer-0")
+        await asyncio.sleep(0)  # the learner's turn
+
+
+async def train(store: Store) -> float:
+    traces, buffer = TraceStore(store), ReplayBuffer(store, max_bytes=1 << 20)
+    state = {"logits": np.zeros(10), "step": 0}
+    producer = asyncio.create_task(produce(traces, buffer, state))
+    mean = 0.0
+    for step in range(1, STEPS + 1):
+        batch = await buffer.take({"seven": BATCH}, train_step=step, owner="learner", timeout=60)
+        for group in batch.groups:
+            baseline = np.mean([rollout.reward for rollout in group.rollouts])
+            for rollout in group.rollouts:
+                trace = traces.export(rollout.session_id)  # one copy, out of the arena
+                gradient = -policy(state["logits"])
+                gradient[trace.token_ids[-1]] += 1
+                state["logits"] += 0.1 * (rollout.reward - baseline) * gradient
+        traces.release(batch.session_ids, owner="learner")  # exactly what was taken
+        state["step"], mean = step, batch.report.total.raw_reward_mean
+        buffer.check_books()
+    await producer
+    buffer.settle("learner")
+    buffer.check_books()
+    print(f"reward {mean:.2f}, produced = {buffer.accounts.ledger.report(buffer.held())}")
+    return mean
+
+
+if __name__ == "__main__":
+    with Store.create("custom-trainer", capacity="64MiB") as arena:
+        asyncio.run(train(arena))
+        assert arena.stats().sessions == arena.stats().objects == 0
+    Store.unlink("custom-trainer")

@@ -42,6 +42,9 @@ class Worker:
     async def echo(self, x: Any) -> Any:
         return x
 
+    async def time_left(self) -> float | None:
+        return actors.current().time_left_s
+
 
 async def assert_nothing_pending(rt: actors.Runtime, actor: actors.Handle) -> None:
     """Neither side remembers a call, once what was cancelled has ended."""
@@ -186,6 +189,9 @@ async def test_deadlines_travel_with_the_calls_that_a_call_makes() -> None:
         assert 0 < left <= 30
         assert await outer.time_left() is None
         assert await outer.n_given_up() == 1
+        passed_on = await outer.time_left_inside.using(timeout=30)()
+        assert 0 < passed_on <= 30
+        assert await outer.time_left_inside() is None
 
 
 class Relay:
@@ -204,6 +210,10 @@ class Relay:
 
     async def time_left(self) -> float | None:
         return actors.current().time_left_s
+
+    async def time_left_inside(self) -> float | None:
+        answer: float | None = await self.inner.time_left()
+        return answer
 
     async def n_given_up(self) -> int:
         await self.changed.wait()

@@ -49,6 +49,7 @@ simulate: install
 soak: install ctest
 	$(CTEST)/shmrl_soak --seconds $(S) --seed $$(date +%s)
 	$(PY) -m tests.shmstore.soak --seconds $(S)
+	$(PY) -m tests.trainer.lifecycle.soak --groups 100000
 
 # The C++ tests under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer.
 sanitize:

@@ -78,9 +78,11 @@ class SourceConfig:
     kind: Literal["reasoning_gym", "jsonl"] = _opt("reasoning_gym", "Kind of prompt source.")
     dataset: str | None = _opt(None, "reasoning_gym: name of the data set, such as number_sorting.")
     params: Mapping[str, object] = _opt_of(dict, "reasoning_gym: parameters of the data set.")
-    render: Literal["text", "compact_sorting"] = _opt(
+    render: Literal["text", "compact_sorting", "compact_ascending"] = _opt(
         "text",
-        "How an item becomes a prompt: its own text, or `7204<` for number_sorting of digits.",
+        "How an item becomes a prompt: its own text, or `7204<` for number_sorting of digits "
+        "(`7204>` where the item sorts downwards; with compact_ascending all are sorted upwards, "
+        "which is learnt in half the steps).",
     )
     path: str | None = _opt(None, "jsonl: file with one {prompt, answer} object a line.")
     prompt_field: str = _opt("prompt", "jsonl: field of the prompt (text, or a list of messages).")
@@ -143,7 +145,7 @@ class TaskConfig:
     judge: JudgeConfig = _opt_of(JudgeConfig, "How a rollout is scored.", shorthand="kind")
     format_reward: float = _opt(
         0.0,
-        "Reward of a wrong answer that has the form of a right one (compact_sorting).",
+        "Reward of a wrong answer that has the form of a right one (compact_*).",
         ge=0,
         le=1,
     )

@@ -177,14 +177,14 @@ def _source(task: TaskConfig) -> _Found:
         yield "source.dataset", "is required for reasoning_gym"
     elif importlib.util.find_spec("reasoning_gym") is None:
         yield "source.kind", "reasoning_gym is not installed: pip install 'shmrl[train]'"
-    if source.render == "compact_sorting" and source.dataset != "number_sorting":
-        yield "source.render", "compact_sorting works with dataset number_sorting only"
+    if source.render != "text" and source.dataset != "number_sorting":
+        yield "source.render", f"{source.render} works with dataset number_sorting only"
     if task.judge.kind == "reasoning_gym" and source.kind != "reasoning_gym":
         yield "judge.kind", "reasoning_gym scores only items of a reasoning_gym source"
     if task.judge.kind == "math_verify" and importlib.util.find_spec("math_verify") is None:
         yield "judge.kind", "math_verify is not installed: pip install 'shmrl[train]'"
-    if task.format_reward and source.render != "compact_sorting":
-        yield "format_reward", "is defined for source.render: compact_sorting only"
+    if task.format_reward and source.render == "text":
+        yield "format_reward", "is defined for the compact source.render only"
 
 
 def _targets(task: TaskConfig) -> _Found:

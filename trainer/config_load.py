@@ -200,6 +200,9 @@ def parse_override(source: Source, text: str) -> None:
         elif not isinstance(at, dict):
             source.mistake(path, f"--set: {'.'.join(keys[:depth])} is a plain value, not a section")
             return
+        elif last and isinstance(at.get(key), dict) and isinstance(parsed, str):
+            # `schedule=sync` on a section that is written out changes its name and no more.
+            at[key] = {**at[key], source.shorthands.get(key, key): parsed}
         elif last:
             at[key] = parsed
         else:

@@ -82,7 +82,7 @@ class Driver:
         self._clock = _Clock(time.perf_counter())
         self._evaluated: dict[str, float] = {}
         self._batch: dict[str, float] = {}
-        self._use_before: dict[str, EngineUse] = {}
+        self._use: dict[str, EngineUse] = {}
         self._wait_s = self._step_s = 0.0
         self._saved_step = train_step if train_step else -1
         self._exported_step = -1
@@ -98,6 +98,7 @@ class Driver:
         """
         config = self._config
         if self.train_step < config.schedule.steps:
+            self._use = await self._parts.producer.use()
             await self._until_stopped(stop)
         if config.checkpoint.final or stop.is_set():
             await self._checkpoint(self.train_step)
@@ -152,7 +153,6 @@ class Driver:
     async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
         """One step in the learner's process; the schedule's learner part."""
         self._in_step = True
-        self._use_before = await self._parts.producer.use()
         if self._wants(self._config.metrics.trajectories_every, train_step):
             await write_trajectories(self._folder, train_step, batch, self._parts.store)
         done = await self._parts.learner.train(batch.groups, train_step)
@@ -228,6 +228,7 @@ class Driver:
         reward = found.get("reward")
         detail = "" if reward is None else f"held-out reward {reward:.3f}"
         self._display.phase("evaluate", len(prompts), len(prompts), detail)
+        self._use = await self._parts.producer.use()  # its work is no part of a step
         self._moved("an evaluation ended")
         self._evaluated = {f"eval/{name}": value for name, value in found.items()}
         if reward is not None:
@@ -267,7 +268,7 @@ class Driver:
             sync_s=max(0.0, report.sync_s - clock.aside_s),
             engines=self._parts.producer.n_engines,
         )
-        before = self._use_before
+        before, self._use = self._use, use_after
         use = [(before[name], use_after[name]) for name in before if name in use_after]
         found = {**self._batch, **step_metrics.learner_metrics(report.metrics)}
         found |= step_metrics.speed_metrics(times, found, use)

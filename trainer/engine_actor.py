@@ -54,11 +54,13 @@ def make_engine(config: Config, threads: int, store: Store) -> tuple[TorchEngine
     """The torch engine and its tokenizer; weights come from the arena."""
     import torch
 
+    from trainer.devices import prepare_device
     from trainer.engine.torch_engine import TorchEngine
     from trainer.models import build_model
     from trainer.weights import load_into
 
     torch.set_num_threads(threads)
+    prepare_device(config.engine.device, config.engine.memory_fraction)
     model, tokenizer = build_model(config.model, config.engine.device)
 
     def load(target: Any, version: WeightsVersion) -> None:

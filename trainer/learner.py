@@ -24,10 +24,17 @@ from trainer.errors import ConfigError, SnapshotError, TrainerError
 from trainer.loss import correction_weights, kl_k3, policy_loss, token_weights
 from trainer.model_config import LearnerConfig
 from trainer.optim import Optimizer
-from trainer.packed_forward import PackedTraces, TokenScores, score, trained_positions
+from trainer.packed_forward import (
+    PackedTraces,
+    TokenScores,
+    score,
+    share_key,
+    trained_positions,
+)
 from trainer.packing import pack_in_passes
 from trainer.rollout import Trace
 from trainer.routing import Routing
+from trainer.shared_packing import shared_passes
 
 __all__ = ["Learner", "UpdateNotFinite"]
 
@@ -206,7 +213,7 @@ class Learner:
         ends = np.cumsum([len(item.positions) for item in items])
         shares = np.split(weights, ends[:-1])
         self.optimizer.zero_grad()
-        for indices in self._pass_indices(items):
+        for indices in self._pass_indices(items, routing=self._replays):
             chosen = [items[index] for index in indices]
             packed = self._pack(chosen, routing=self._replays)
             weight = self._column([shares[index] for index in indices])
@@ -284,7 +291,7 @@ class Learner:
 
     def _scored(self, items: list[_Item], *, replay: bool) -> list[NDArray[np.float32]]:
         scored: dict[int, NDArray[np.float32]] = {}
-        for indices in self._pass_indices(items):
+        for indices in self._pass_indices(items, routing=replay):
             packed = self._pack([items[index] for index in indices], routing=replay)
             with torch.no_grad(), packed.replay(self.routing):
                 logp = self._score(packed).logp.cpu().numpy()
@@ -293,9 +300,17 @@ class Learner:
                 scored[index] = part
         return [scored[index] for index in range(len(items))]
 
-    def _pass_indices(self, items: list[_Item]) -> list[list[int]]:
+    def _pass_indices(self, items: list[_Item], *, routing: bool) -> list[list[int]]:
         lengths = [int(item.positions[-1]) for item in items]
-        return pack_in_passes(lengths, self.config.micro_tokens)
+        if not self.config.share_prompts:
+            return pack_in_passes(lengths, self.config.micro_tokens)
+        keys = [share_key(item.trace, item.positions, routing=routing) for item in items]
+        return shared_passes(
+            [index if key is None else key for index, key in enumerate(keys)],
+            [int(item.positions[0]) for item in items],
+            lengths,
+            self.config.micro_tokens,
+        )
 
     def _pack(self, items: list[_Item], *, routing: bool) -> PackedTraces:
         return PackedTraces(
@@ -303,6 +318,7 @@ class Learner:
             [item.positions for item in items],
             self.device,
             routing=routing,
+            share=self.config.share_prompts,
         )
 
     def _score(self, packed: PackedTraces) -> TokenScores:

@@ -98,11 +98,13 @@ class LearnerActor:
         import torch
 
         from actors import current
+        from trainer.devices import prepare_device
         from trainer.learner import Learner
         from trainer.models import build_model
         from trainer.trace import TraceStore
 
         torch.set_num_threads(self._setup.cores.threads)
+        prepare_device(self._config.learner.device, self._config.learner.memory_fraction)
         store = current().runtime.store
         if store is None:
             raise TrainerError("the learner was spawned in a runtime without a store")
@@ -148,9 +150,13 @@ class LearnerActor:
     def train(self, groups: Sequence[Group], train_step: int) -> StepDone:
         """One train step on groups whose sessions `learner` holds; afterwards they are released."""
         began = time.perf_counter()
-        traces, advantages, rewards = self._read(groups, train_step)
+        traces, advantages, rewards, rollout_ids = self._read(groups, train_step)
         read_s = time.perf_counter() - began
-        metrics = self._ready.train_step(traces, advantages, rewards=rewards, train_step=train_step)
+        metrics = self._ready.train_step(traces,
+            advantages,
+            rollout_ids=rollout_ids,
+            rewards=rewards,
+            train_step=train_step,)
         del traces  # they pin the batch's bytes
         done = time.perf_counter()
         ids = [sid for group in groups for sid in group.session_ids]
@@ -170,8 +176,8 @@ class LearnerActor:
 
     def _read(
         self, groups: Sequence[Group], train_step: int
-    ) -> tuple[list[Trace], list[float], list[float]]:
-        """Every trainable path of the batch with its rollout's advantage and reward.
+    ) -> tuple[list[Trace], list[float], list[float], list[int]]:
+        """Every trainable path of the batch with its rollout's advantage, reward and number.
 
         Tokens that are too stale lose their label (lifecycle L18).
         """
@@ -180,8 +186,10 @@ class LearnerActor:
         traces: list[Trace] = []
         advantages: list[float] = []
         rewards: list[float] = []
+        rollout_ids: list[int] = []
         scored = [[self._shaped(rollout) for rollout in group.rollouts] for group in groups]
         shared = batch_advantages(scored, self._config.learner.estimator)
+        number = 0
         for group, scores, shares in zip(groups, scored, shared, strict=True):
             for rollout, share, score in zip(group.rollouts, shares, scores, strict=True):
                 for leaf in rollout.leaves:
@@ -189,7 +197,9 @@ class LearnerActor:
                     traces.append(self._without_stale(trace, train_step))
                     advantages.append(float(share))
                     rewards.append(score)
-        return traces, advantages, rewards
+                    rollout_ids.append(number)
+                number += 1
+        return traces, advantages, rewards, rollout_ids
 
     def _shaped(self, rollout: Rollout) -> float:
         """The judge's reward and DAPO's penalty for answers near the length limit."""

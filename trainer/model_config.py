@@ -240,6 +240,9 @@ class LearnerConfig:
     micro_tokens: int = _setting(
         16384, "Tokens in one packed forward pass; gradients add up over passes.", ge=1
     )
+    share_prompts: bool = _setting(
+        True, "Compute a prompt once for the traces of a batch that begin with it."
+    )
     logit_bytes: int = _setting(
         256 * MIB,
         "Logits alive at once; more response tokens are done in chunks and recomputed.",

@@ -1,9 +1,9 @@
 """From traces to the log-probabilities of their trained tokens, in one packed forward pass.
 
 Owns the shift (the hidden state before a token predicts it), the trimming (tokens behind the last
-trained one are not computed, so the unknown routing of a trace's last token is never needed), and
-the head in chunks, so that logits of a bounded size are alive at once. Used by the learner and by
-the supervised warm-up; one thread at a time.
+trained one are not computed, so the unknown routing of a trace's last token is never needed), the
+sharing of prompts, and the head in chunks, so that logits of a bounded size are alive at once.
+Used by the learner and by the supervised warm-up; one thread at a time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,20 @@ from trainer.errors import TrainerError
 from trainer.packing import PackedLayout
 from trainer.rollout import IGNORE_LABEL, Trace
 from trainer.routing import Routing
+from trainer.shared_packing import SharedLayout, Tail
 
-__all__ = ["PackedTraces", "RoutingMissing", "TokenScores", "score", "trained_positions"]
+__all__ = [
+    "PackedTraces",
+    "RoutingMissing",
+    "TokenScores",
+    "score",
+    "share_key",
+    "trained_positions",
+]
+
+_SHARED_LENGTH_MAX = 4096
+"""Tokens of a trace that shares its prompt: its attention needs a mask, whose cost grows with the
+square of the length, where a whole sequence needs none."""
 
 
 class RoutingMissing(TrainerError):
@@ -47,6 +59,34 @@ def trained_positions(trace: Trace, mask: NDArray[np.bool_] | None = None) -> ND
     return positions[positions > 0]
 
 
+@dataclass(frozen=True)
+class _Placed:
+    """Where a trace's tokens lie: the first `head` of them from row `head_row` on, the rest from
+    `tail_row` on."""
+
+    head: int
+    head_row: int
+    tail_row: int
+
+    def rows_before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows of the hidden states that predict the tokens at `positions`."""
+        place = positions - 1
+        return np.where(place < self.head, self.head_row + place, self.tail_row + place - self.head)
+
+
+def share_key(
+    trace: Trace, positions: NDArray[np.int64], *, routing: bool
+) -> tuple[bytes, bytes] | None:
+    """Traces with an equal key may share the tokens before their first trained one: the same
+    tokens through the same experts. None: a trace too long to share (see `_SHARED_LENGTH_MAX`).
+    """
+    head = int(positions[0])
+    if len(trace) > _SHARED_LENGTH_MAX:
+        return None
+    routed = trace.routed_experts if routing else None
+    return trace.token_ids[:head].tobytes(), b"" if routed is None else routed[:head].tobytes()
+
+
 class PackedTraces:
     """Traces side by side, on one device. Each has at least one trained position."""
 
@@ -57,26 +97,74 @@ class PackedTraces:
         device: torch.device,
         *,
         routing: bool,
+        share: bool = True,
     ) -> None:
-        """`routing`: take the recorded experts along (RoutingMissing if a trace has none)."""
-        lengths = [int(trained[-1]) for trained in positions]
-        starts = np.cumsum([0, *lengths[:-1]])
-        self.rollouts = len(traces)
-        self.layout = PackedLayout(lengths, device)
-        self.input_ids = _int64(
-            [trace.token_ids[:length] for trace, length in zip(traces, lengths, strict=True)],
-            device,
-        ).unsqueeze(0)
+        """`routing`: take the recorded experts along (RoutingMissing if a trace has none). `share`:
+        compute what traces have in common before their first trained token once.
+        """
         pairs = list(zip(traces, positions, strict=True))
+        if routing:
+            _check_routing(traces)
+        self.rollouts = len(traces)
+        spans, placed = self._place(pairs, device, routing=routing, share=share)
+        tokens = [traces[index].token_ids[span] for index, span in spans]
+        self.input_ids = _int64(tokens, device).unsqueeze(0)
         self.rows = _int64(
-            [start + trained - 1 for start, trained in zip(starts, positions, strict=True)], device
+            [where.rows_before(trained) for where, trained in zip(placed, positions, strict=True)],
+            device,
         )
         self.targets = _int64([trace.token_ids[trained] for trace, trained in pairs], device)
         sizes = [len(trained) for trained in positions]
         self.rollout = torch.from_numpy(np.repeat(np.arange(len(traces)), sizes)).to(device)
         logprobs = np.concatenate([trace.logprobs[trained] for trace, trained in pairs])
         self.rollout_logp = torch.from_numpy(logprobs.astype(np.float32)).to(device)
-        self.routed = _routed(traces, lengths, device) if routing else None
+        self.routed = _routed(traces, spans, device) if routing else None
+
+    def _place(
+        self,
+        pairs: Sequence[tuple[Trace, NDArray[np.int64]]],
+        device: torch.device,
+        *,
+        routing: bool,
+        share: bool,
+    ) -> tuple[list[tuple[int, slice]], list[_Placed]]:
+        """Makes the layout; → which tokens of which trace lie there in turn, and where each trace's
+        are.
+        """
+        groups: dict[object, list[int]] = {}
+        for index, (trace, trained) in enumerate(pairs):
+            key = share_key(trace, trained, routing=routing) if share else None
+            groups.setdefault(index if key is None else key, []).append(index)
+        # A head that nobody shares is the whole trace, which needs no mask in attention.
+        heads = [
+            (members, int(pairs[members[0]][1][-1 if len(members) == 1 else 0]))
+            for members in groups.values()
+        ]
+        heads.sort(key=lambda one: -one[1])
+        lengths = [int(trained[-1]) for _, trained in pairs]
+        spans: list[tuple[int, slice]] = []
+        tails: list[tuple[int, int]] = []  # (trace, its head's number)
+        where: dict[int, _Placed] = {}
+        row = 0
+        for number, (members, head) in enumerate(heads):
+            spans.append((members[0], slice(0, head)))
+            for index in members:
+                where[index] = _Placed(head, row, -1)
+                if lengths[index] > head:
+                    tails.append((index, number))
+            row += head
+        tails.sort(key=lambda one: -lengths[one[0]])
+        for index, number in tails:
+            head = heads[number][1]
+            spans.append((index, slice(head, lengths[index])))
+            where[index] = _Placed(head, where[index].head_row, row)
+            row += lengths[index] - head
+        sizes = [head for _, head in heads]
+        self.layout: PackedLayout | SharedLayout = PackedLayout(sizes, device)
+        if tails:
+            rest = [Tail(number, lengths[index] - sizes[number]) for index, number in tails]
+            self.layout = SharedLayout(sizes, rest, device)
+        return spans, [where[index] for index in range(len(pairs))]
 
     def __len__(self) -> int:
         """Trained tokens."""
@@ -91,20 +179,27 @@ def _int64(parts: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
 
 
-def _routed(traces: Sequence[Trace], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    parts = []
-    for trace, length in zip(traces, lengths, strict=True):
+def _check_routing(traces: Sequence[Trace]) -> None:
+    for trace in traces:
         if trace.routed_experts is None:
             raise RoutingMissing(
                 f"a trace of {len(trace)} tokens has no routed experts; the engine did not record "
                 "them (or set learner.replay to false)"
             )
-        parts.append(trace.routed_experts[:length])
+
+
+def _routed(
+    traces: Sequence[Trace], spans: Sequence[tuple[int, slice]], device: torch.device
+) -> torch.Tensor:
+    parts = []
+    for index, span in spans:
+        routed = traces[index].routed_experts
+        assert routed is not None, "checked before"
+        parts.append(routed[span])
     packed = np.concatenate(parts)
     # uint16 has few operations in torch: widened here, once, for one pass only.
-    return torch.from_numpy(packed.astype(np.int32 if packed.dtype == np.uint16 else np.uint8)).to(
-        device
-    )
+    kind = np.int32 if packed.dtype == np.uint16 else np.uint8
+    return torch.from_numpy(packed.astype(kind)).to(device)
 
 
 def score(

@@ -76,6 +76,6 @@ def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
 def test_the_records_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "import trainer.model_config, trainer.tokenizer, trainer.advantage, trainer.compact_tasks"
+        "import trainer.model_config, trainer.tokenizer, trainer.advantage"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

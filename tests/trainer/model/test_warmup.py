@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.trainer.model.families import COMMON, FAMILIES
-from trainer.compact_tasks import HELD_OUT_SEED, WARMUP_SEED, number_sorting
 from trainer.errors import ConfigError
 from trainer.model_config import ModelConfig, WarmupConfig
 from trainer.models import build_model
@@ -81,22 +80,3 @@ def test_an_empty_answer_is_an_error() -> None:
     model, tokenizer = _model()
     with pytest.raises(ConfigError, match="a prompt and an answer"):
         warm_up(model, tokenizer, CONFIG, lambda index: ("1<", ""))
-
-
-def test_compact_sorting_is_right_repeatable_and_apart_by_seed() -> None:
-    for index in range(200):
-        both = number_sorting(index)
-        digits, sign = both.prompt[:-1], both.prompt[-1]
-        assert sign in "<>"
-        assert both.answer == "".join(sorted(digits, reverse=sign == ">"))
-        up = number_sorting(index, order="ascending")
-        assert up.prompt == digits + "<"
-        assert up.answer == "".join(sorted(digits))
-        assert 4 <= len(digits) <= 6
-    first, second, third = (
-        [number_sorting(index, seed=seed).prompt for index in range(100)]
-        for seed in (0, WARMUP_SEED, HELD_OUT_SEED)
-    )
-    assert first != second
-    assert second != third
-    assert first == [number_sorting(index).prompt for index in range(100)]

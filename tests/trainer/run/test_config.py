@@ -39,7 +39,7 @@ def test_a_short_file_is_completed_with_every_default_and_loads_again(tmp_path: 
     file = tmp_path / "c.yaml"
     file.write_text(GOOD)
     config = load(file, ["schedule.steps=7", "learner.lr=3e-4", "schedule=sync"])
-    assert (config.schedule.steps, config.schedule.name, config.learner.lr) == (100, "sync", 3e-4)
+    assert (config.schedule.steps, config.schedule.name, config.learner.lr) == (7, "sync", 3e-4)
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(resolved(config)))
     assert load(again) == config
@@ -50,6 +50,13 @@ def test_overrides_reach_behind_a_shorthand_and_into_lists(tmp_path: Path) -> No
     file.write_text(GOOD + "schedule: sync\n")
     config = load(file, ["schedule.steps=7", "tasks[0].weight=2"])
     assert (config.schedule.name, config.schedule.steps, config.tasks[0].weight) == ("sync", 7, 2.0)
+
+
+def test_a_shorthand_override_keeps_the_rest_of_its_section(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(GOOD + "schedule: {steps: 7}\n")
+    config = load(file, ["schedule=sync"])
+    assert (config.schedule.name, config.schedule.steps) == ("sync", 7)
 
 
 def test_every_kind_of_mistake_is_reported_in_one_go_with_its_line(tmp_path: Path) -> None:

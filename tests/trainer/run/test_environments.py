@@ -178,6 +178,20 @@ def test_compact_sorting_prompts_are_right_and_a_pure_function_of_the_index() ->
         assert 4 <= len(digits) <= 6
 
 
+def test_compact_ascending_sorts_the_same_digits_upwards_whatever_the_item_says() -> None:
+    both = build_source(gym(render="compact_sorting"), seed=3, held_out=False)
+    task = gym(render="compact_ascending", holdout=0.0)
+    upwards = build_source(task, seed=3, held_out=False)
+    directions = set()
+    for index in range(40):
+        prompt = upwards.prompt(index)
+        assert prompt.text is not None
+        assert prompt.text.endswith("<")
+        assert prompt.answer == "".join(sorted(prompt.text[:-1]))
+        directions.add(str(both.prompt(index).text)[-1])
+    assert directions == {"<", ">"}
+
+
 def test_training_prompts_and_held_out_prompts_never_meet() -> None:
     task = gym(render="compact_sorting", params={"min_numbers": 2, "max_numbers": 3})
     texts = {
@@ -241,3 +255,10 @@ def test_an_unknown_data_set_is_a_clear_error() -> None:
     task = TaskConfig(name="t", source=SourceConfig(dataset="no_such_thing"))
     with pytest.raises(BadPrompts, match="no_such_thing"):
         build_source(task, seed=0, held_out=False)
+
+
+def test_compact_ascending_always_asks_upwards() -> None:
+    source = build_source(gym(render="compact_ascending"), seed=3, held_out=False)
+    prompts = [source.prompt(i) for i in range(50)]
+    assert all(p.text is not None and p.answer == "".join(sorted(p.text[:-1])) for p in prompts)
+    assert {p.text[-1] for p in prompts if p.text} == {"<"}

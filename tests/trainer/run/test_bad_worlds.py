@@ -1,0 +1,111 @@
+"""What users' code, prompts and disks do to a run, and what it answers: a clear end or no harm."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.run import runs
+
+pytestmark = pytest.mark.timeout(600)  # against a hang: a loaded machine starts processes slowly
+
+QUICK = (
+    "eval.prompts=0",
+    "checkpoint.final=false",
+    "metrics.plot=false",
+    "metrics.tensorboard=false",
+)
+
+JUDGES = """
+import time
+def sometimes(prompt, text):
+    kind = sum(map(ord, prompt["text"])) % 8
+    if kind == 0:
+        raise ValueError("the judge broke")
+    if kind == 1:
+        return "nonsense"
+    if kind == 2 and not text.startswith("x"):
+        time.sleep(3600)
+    return float(len(text)) / 8
+"""
+
+
+def test_L13_a_judge_that_hangs_raises_and_talks_nonsense_costs_rollouts_and_not_the_run(
+    tmp_path: Path,
+) -> None:
+    judges = tmp_path / "judges.py"
+    judges.write_text(JUDGES)
+    judge = f"{{kind: callable, target: '{judges}:sometimes', timeout_s: 0.3, processes: 2}}"
+    run = runs.start(tmp_path, *QUICK, f"tasks[0].judge={judge}", "schedule.steps=6")
+    result = run.result()
+    assert result.status == 0, result.stderr
+    assert result.summary["ledger"]["failed"] > 0
+    assert result.summary["ledger"]["trained"] == 6 * 16
+    runs.check_clean(result, run.name)
+
+
+def test_rewards_that_are_all_equal_for_ever_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    run = runs.start(
+        tmp_path, *QUICK, "replay.filter_equal_rewards=true", "faults.useless_groups_max=30",
+        "tasks[0].judge={kind: callable, target: 'operator:is_not'}",
+    )  # fmt: skip
+    result = run.result()
+    assert result.status == 1
+    assert "30 groups in a row were failed or filtered" in result.summary["error"]
+    assert "all rewards of the group were equal" in result.summary["error"]
+    runs.check_clean(result, run.name)
+
+
+def test_prompts_longer_than_the_context_fail_with_their_length(tmp_path: Path) -> None:
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text('{"prompt": "' + "1" * 40 + '", "answer": "1"}\n')
+    source = f"{{kind: jsonl, path: '{prompts}', holdout: 0.0}}"
+    run = runs.start(tmp_path, *QUICK, f"tasks[0].source={source}", "faults.useless_groups_max=8")
+    result = run.result()
+    assert result.status == 1
+    assert "8 groups in a row" in result.summary["error"]
+    assert "40" in result.summary["error"]
+    assert result.summary["ledger"]["failed"] >= 8 * 4
+    runs.check_clean(result, run.name)
+
+
+def test_prompts_that_run_out_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    prompts = tmp_path / "few.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{i}<", "answer": "{i}"}}\n' for i in range(10)))
+    source = f"{{kind: jsonl, path: '{prompts}', holdout: 0.0, repeat: false}}"
+    run = runs.start(tmp_path, *QUICK, f"tasks[0].source={source}", "schedule.steps=9")
+    result = run.result()
+    assert result.status == 1
+    assert "its prompts ran out" in result.summary["error"]
+    assert result.summary["steps"] == 2
+    runs.check_clean(result, run.name)
+
+
+def test_a_disk_that_refuses_a_checkpoint_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = runs.start(
+        tmp_path, *QUICK, "schedule.steps=60", "checkpoint.every=20", "checkpoint.recovery=arena"
+    )
+    run.wait_for_step(2)
+    shutil.rmtree(run.folder / "checkpoints")
+    (run.folder / "checkpoints").write_text("not a folder any more")
+    result = run.result()
+    assert result.status == 0, result.stderr
+    assert result.summary["steps"] == 60
+    assert "the checkpoint of step" in result.summary["warnings"][0]
+    runs.check_clean(result, run.name)
+
+
+def test_L30_the_colocated_schedule_and_several_tasks_with_weights(tmp_path: Path) -> None:
+    two = (
+        "tasks=[{name: up, weight: 3, source: {dataset: number_sorting, render: compact_sorting}},"
+        " {name: down, source: {dataset: number_sorting, render: compact_sorting}}]"
+    )
+    run = runs.start(tmp_path, *QUICK, two, "schedule=colocated", "schedule.weight_sync=pause")
+    result = run.result()
+    assert result.status == 0, result.stderr
+    by_task = result.summary["ledger"]["tasks"]
+    assert {name: books["trained"] for name, books in by_task.items()} == {"up": 48, "down": 16}
+    assert all(r["staleness_max"] == 0 for r in run.steps())
+    runs.check_clean(result, run.name)

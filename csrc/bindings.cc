@@ -23,7 +23,7 @@ Hooks g_hooks;
 
 void bind_copy(nb::module_& module);  // bindings_objects.cc
 
-// -- bindings_common.h --------------------------------------------------------------------------
+// -- bindings_common.h ---------------------------------------------------------
 
 namespace {
 
@@ -219,7 +219,7 @@ std::string_view parse_text(nb::handle text, const char* what) {
   return {data, static_cast<std::size_t>(size)};
 }
 
-// -- StoreCore ------------------------------------------------------------------------------------
+// -- StoreCore -----------------------------------------------------------------
 
 void StoreCore::open(std::unique_ptr<shmrl::Store> store) {
   if (!facts_.name.empty()) raise("BadValue", "this store was opened already");

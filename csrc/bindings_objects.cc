@@ -206,8 +206,7 @@ nb::object reserve_draft(nb::handle self, std::uint64_t size, nb::handle session
   return nb::steal(new_draft(self, std::move(draft), target.parent, target.session.empty()));
 }
 
-// -- get
-// --------------------------------------------------------------------------------------------
+// -- get -----------------------------------------------------------------------
 
 Pin take_pin(StoreCore& core, nb::handle ref_object, nb::handle timeout) {
   const Ref& ref = parse_ref(ref_object);

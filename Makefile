@@ -57,7 +57,8 @@ sanitize:
 	    folder=build/sanitize-$${kind%%,*}; \
 	    cmake -S . -B $$folder -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSHMRL_TESTS=ON -DSHMRL_PYTHON=OFF \
 	        -DSHMRL_SANITIZE=$$kind >/dev/null && \
-	    cmake --build $$folder && \
+	    cmake --build $$folder --target shmrl_rules shmrl_threads shmrl_fuzz_bytes shmrl_soak && \
+	    export TSAN_OPTIONS=halt_on_error=1:die_after_fork=0 && \
 	    $$folder/shmrl_rules && $$folder/shmrl_threads --rounds 500 && \
 	    $$folder/shmrl_fuzz_bytes --rounds 500 && $$folder/shmrl_soak --seconds 10 || exit 1; \
 	done

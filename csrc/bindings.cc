@@ -23,7 +23,7 @@ Hooks g_hooks;
 
 void bind_copy(nb::module_& module);  // bindings_objects.cc
 
-// -- bindings_common.h --------------------------------------------------------------------------
+// -- bindings_common.h ---------------------------------------------------------
 
 namespace {
 
@@ -219,7 +219,7 @@ std::string_view parse_text(nb::handle text, const char* what) {
   return {data, static_cast<std::size_t>(size)};
 }
 
-// -- StoreCore ------------------------------------------------------------------------------------
+// -- StoreCore -----------------------------------------------------------------
 
 void StoreCore::open(std::unique_ptr<shmrl::Store> store) {
   if (!facts_.name.empty()) raise("BadValue", "this store was opened already");
@@ -444,10 +444,12 @@ void bind_admin(nb::class_<StoreCore>& type, nb::module_& module) {
       .def("open_existing", &attach, arg("name").none(), arg("directory"), arg("spin"))
       .def("close", &StoreCore::close)
       .def("raw_stats", &stats)
-      .def("check", &check)
+      .def("check", &check, "Audit the whole arena; [] when sound.")
       .def("raw_sweep", &sweep)
       .def("payload_mapping", &payload_mapping)
-      .def("abandon", [](StoreCore& core) { core.store().abandon(); })
+      .def(
+          "abandon", [](StoreCore& core) { core.store().abandon(); },
+          "For tests: to every other process this one is dead from now on, without any clean-up.")
       .def_prop_ro("is_open", &StoreCore::is_open)
       .def_prop_ro("allow_pickle", [](StoreCore& core) { return core.allow_pickle; })
       .def_prop_ro("arena_id", [](StoreCore& core) { return core.facts().arena_id; })

@@ -206,8 +206,7 @@ nb::object reserve_draft(nb::handle self, std::uint64_t size, nb::handle session
   return nb::steal(new_draft(self, std::move(draft), target.parent, target.session.empty()));
 }
 
-// -- get
-// --------------------------------------------------------------------------------------------
+// -- get -----------------------------------------------------------------------
 
 Pin take_pin(StoreCore& core, nb::handle ref_object, nb::handle timeout) {
   const Ref& ref = parse_ref(ref_object);
@@ -359,14 +358,32 @@ void bind_objects(nb::class_<StoreCore>& type) {
   using nb::arg;
   const auto none = [](const char* name) { return arg(name) = nb::none(); };
   type.def("put", &put, arg("value").none(), none("session"), none("timeout"), nb::kw_only(),
-           none("parent"))
+           none("parent"),
+           nb::sig("def put(self, value: object, session: str | None = None, "
+                   "timeout: float | None = None, *, parent: int | None = None) -> ObjectRef"),
+           "Write a value into the arena; with `session`, attach it in the same atomic step.\n\n"
+           "Waits up to `timeout` seconds for room (None: not at all), then StoreFull. The ref is "
+           "counted unless a session holds the object.")
+      .def("get", &get, arg("ref").none(), none("timeout"), arg("copy") = false, none("device"),
+           nb::sig("def get(self, ref: ObjectRef, timeout: float | None = None, "
+                   "copy: bool = False, device: typing.Any = None) -> typing.Any"),
+           "The value, zero-copy and read-only; its view pins the bytes until it is collected.\n\n"
+           "Waits up to `timeout` seconds for the seal (None: not at all), then ObjectNotSealed. "
+           "ObjectFreed when it has ended. copy=True: private and writable. device: an array or "
+           "tensor as a torch tensor there.")
+      .def("free", &free_refs, arg("refs").none(), arg("strict") = false,
+           nb::sig("def free(self, refs: ObjectRef | collections.abc.Iterable[ObjectRef], "
+                   "strict: bool = False) -> int"),
+           "End objects; returns how many this call ended. What a session holds is skipped; "
+           "strict: NotOwner, and nothing is freed.")
+      .def("hold", &hold, arg("ref").none(), nb::sig("def hold(self, ref: ObjectRef) -> ObjectRef"),
+           "A counted reference to the object; ObjectFreed when it has ended.")
+      .def("pin", &pin_object, arg("ref").none(), none("timeout"),
+           "The object's bytes, header and all, as a read-only buffer that keeps them in place.")
       .def("put_parts", &put_parts, arg("head"), arg("parts"), none("session"), none("timeout"),
-           none("parent"))
-      .def("reserve", &reserve_draft, arg("size"), none("session"), none("timeout"), none("parent"))
-      .def("get", &get, arg("ref").none(), none("timeout"), arg("copy") = false, none("device"))
-      .def("pin", &pin_object, arg("ref").none(), none("timeout"))
-      .def("hold", &hold, arg("ref").none())
-      .def("free", &free_refs, arg("refs").none(), arg("strict") = false);
+           none("parent"), "Gather a header and buffers into one object; see put_stream.")
+      .def("reserve", &reserve_draft, arg("size"), none("session"), none("timeout"), none("parent"),
+           "An object of `size` bytes under construction; see build.");
 }
 
 void bind_copy(nb::module_& module) {

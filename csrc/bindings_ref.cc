@@ -66,7 +66,7 @@ auto guarded(Body&& body) noexcept -> decltype(body()) {
     return -1;
 }
 
-// -- ObjectRef ------------------------------------------------------------------------------------
+// -- ObjectRef -----------------------------------------------------------------
 
 void ref_dealloc(PyObject* self) {
   if (as_ref(self)->weakrefs != nullptr) PyObject_ClearWeakRefs(self);
@@ -227,8 +227,7 @@ PyType_Spec ref_spec = {
     "shmstore._core.ObjectRef", sizeof(RefObject), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, ref_slots};
 
-// -- Pin
-// --------------------------------------------------------------------------------------------
+// -- Pin -----------------------------------------------------------------------
 
 void pin_dealloc(PyObject* self) {
   as_pin(self)->pin.~Pin();
@@ -251,8 +250,7 @@ PyType_Spec pin_spec = {
     "shmstore._core.Pin", sizeof(PinObject), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, pin_slots};
 
-// -- Unguarded
-// --------------------------------------------------------------------------------------
+// -- Unguarded -----------------------------------------------------------------
 
 struct UnguardedObject {
   PyObject_HEAD;
@@ -294,8 +292,7 @@ PyType_Slot unguarded_slots[] = {
 PyType_Spec unguarded_spec = {"shmstore._core.Unguarded", sizeof(UnguardedObject), 0,
                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, unguarded_slots};
 
-// -- DraftHandle
-// ------------------------------------------------------------------------------------
+// -- DraftHandle ---------------------------------------------------------------
 
 // All Python views of a draft's bytes are based on one DraftView object (numpy keeps the exporter,
 // not the buffer, so counting buffers would miss it). While it lives the bytes must stay in place,
@@ -434,7 +431,7 @@ PyTypeObject* add_type(nb::module_& module, const char* name, PyType_Spec& spec)
   return reinterpret_cast<PyTypeObject*>(type);  // one reference is kept for good
 }
 
-// -- refs inside messages -------------------------------------------------------------------------
+// -- refs inside messages ------------------------------------------------------
 
 // Unpickles a ref. A plain C function, because pickle finds it by its module and name.
 PyObject* restore_ref(PyObject*, PyObject* data) {

@@ -182,8 +182,7 @@ void free_extent(Arena& arena, const Txn& txn, std::uint32_t head, std::uint32_t
   mark_free(arena, txn, head, length);
 }
 
-// -- slabs
-// ------------------------------------------------------------------------------------------
+// -- slabs ---------------------------------------------------------------------
 
 void slab_push(Arena& arena, const Txn& txn, std::uint32_t head, std::uint32_t size_class) {
   Header& h = arena.header();
@@ -386,8 +385,7 @@ void commit_growth(Arena& arena, const Txn& txn, const Growth& growth) {
               static_cast<std::uint32_t>(growth.to - growth.from));
 }
 
-// -- rebuild and audit
-// --------------------------------------------------------------------------------
+// -- rebuild and audit ---------------------------------------------------------
 
 namespace {
 

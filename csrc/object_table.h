@@ -64,8 +64,7 @@ bool settle_object(Arena& arena, const Txn& txn, std::uint32_t index);
 // BUILDING -> SEALED with these flags, and wakes waiters. False if it is no longer being built.
 bool seal_object(ObjectEntry& entry, std::uint64_t generation, std::uint64_t flags) noexcept;
 
-// -- details of the template
-// ------------------------------------------------------------------------
+// -- details of the template ---------------------------------------------------
 
 std::uint32_t peek_free_object(Arena& arena, const Txn& txn);
 void commit_object(Arena& arena, const Txn& txn, std::uint32_t index, std::uint64_t generation,

@@ -31,6 +31,9 @@ struct Registry {
 
 std::atomic<std::uint64_t> g_fork_generation{1};
 
+// The arena whose Wait::interrupted this thread is inside of, and so inside a Call on it.
+thread_local const ProcessArena* t_in_callback = nullptr;
+
 void prepare_fork();
 void after_fork_parent();
 void after_fork_child();
@@ -74,8 +77,7 @@ bool well_formed(const Ref& ref) noexcept {
          ref.check == ref_check(ref.arena, ref.generation, ref.index);
 }
 
-// -- calls
-// ----------------------------------------------------------------------------------------------
+// -- calls ---------------------------------------------------------------------
 
 Call::Call(ProcessArena& process, Need need) noexcept : process_(process) {
   if (process.forked()) {
@@ -99,7 +101,23 @@ Call::~Call() {
 
 void Call::leave() noexcept {
   bool const last = process_.active.fetch_sub(1, std::memory_order_seq_cst) == 1;
-  if (last && !process_.usable.load(std::memory_order_seq_cst)) process_.active.notify_all();
+  if (!last || process_.usable.load(std::memory_order_seq_cst)) return;
+  process_.active.notify_all();
+  if (process_.close_pending_.load(std::memory_order_seq_cst)) process_.close_if_pending();
+}
+
+void ProcessArena::close_if_pending() noexcept {
+  std::scoped_lock const guard(registry().mutex);
+  if (!close_pending_.exchange(false, std::memory_order_seq_cst) || handles_ > 0) return;
+  finish_close();
+}
+
+bool ProcessArena::run_callback(const Wait& wait) const {
+  if (wait.interrupted == nullptr) return false;
+  const ProcessArena* const outer = std::exchange(t_in_callback, this);
+  bool const result = wait.interrupted(wait.context);
+  t_in_callback = outer;
+  return result;
 }
 
 namespace {
@@ -116,8 +134,7 @@ bool ProcessArena::forked() const noexcept {
   return fork_generation_ != g_fork_generation.load(std::memory_order_relaxed);
 }
 
-// -- opening and closing
-// ----------------------------------------------------------------------------------
+// -- opening and closing -------------------------------------------------------
 
 void ProcessArena::map_records() {
   void* const memory =
@@ -197,10 +214,12 @@ ProcessArena* ProcessArena::attach(const std::string& name, const AttachOptions&
     if (ProcessArena* const process = find_open(id); process != nullptr) {
       ++process->handles_;
       ++process->stores_;
+      process->close_pending_.store(false, std::memory_order_seq_cst);
       if (!process->usable.load(std::memory_order_seq_cst)) {
         // Reopened under live views: they are ordinary pins again.
         for (std::uint32_t i = 0; i < process->arena.objects_used(); ++i) {
           std::uint64_t word = 0;
+          if (process->records_[i].word.load(std::memory_order_seq_cst) == 0) continue;
           LocalRecord& record = process->lock_record(i, word);
           if ((word & kRecordCounted) != 0)
             process->pins_left_.fetch_sub(1, std::memory_order_relaxed);
@@ -288,7 +307,7 @@ std::vector<ArenaInfo> ProcessArena::remove_debris(const std::string& directory)
 void ProcessArena::let_go_of_holds() noexcept {
   epoch.fetch_add(1, std::memory_order_seq_cst);
   for (std::uint32_t i = 0; i < arena.objects_used(); ++i) {
-    if (records_[i].word.load(std::memory_order_relaxed) == 0) continue;  // never used here
+    if (records_[i].word.load(std::memory_order_seq_cst) == 0) continue;  // never used here
     std::uint64_t word = 0;
     LocalRecord& record = lock_record(i, word);
     record.holds = 0;
@@ -305,6 +324,17 @@ void ProcessArena::close_handle() noexcept {
   std::scoped_lock const guard(registry().mutex);
   if (--handles_ > 0 || !joined.load(std::memory_order_seq_cst)) return;
   usable.store(false, std::memory_order_seq_cst);
+  if (t_in_callback == this) {
+    // A signal handler that runs inside a wait of this very thread closes the store: waiting for
+    // that call to end would wait for ever. The call itself finishes the close when it returns.
+    close_pending_.store(true, std::memory_order_seq_cst);
+    return;
+  }
+  finish_close();
+}
+
+// Registry mutex held, `usable` is false.
+void ProcessArena::finish_close() noexcept {
   wait_until_idle(*this);
   let_go_of_holds();
   if (pins_left_.load(std::memory_order_relaxed) == 0) {
@@ -366,16 +396,16 @@ void ProcessArena::abandon() noexcept {
   std::erase(registry().open, this);
 }
 
-// -- references
-// -------------------------------------------------------------------------------------------
+// -- references ----------------------------------------------------------------
 
 LocalRecord& ProcessArena::lock_record(std::uint32_t index, std::uint64_t& word) noexcept {
   LocalRecord& record = records_[index];
   for (int spins = 0;; ++spins) {
     word = record.word.load(std::memory_order_relaxed);
-    // Acquire: pairs with the release store that unlocks.
+    // Acquires what the release store that unlocks has published. seq_cst, because of the closer's
+    // short cut: it skips a record whose word it finds zero, and then we must find `usable` false.
     if ((word & kRecordLocked) == 0 &&
-        record.word.compare_exchange_weak(word, word | kRecordLocked, std::memory_order_acquire,
+        record.word.compare_exchange_weak(word, word | kRecordLocked, std::memory_order_seq_cst,
                                           std::memory_order_relaxed))
       return record;
     if (spins < 64)
@@ -428,7 +458,7 @@ Status ProcessArena::hold(const Ref& ref, std::uint64_t& epoch_out) {
       unlock();
       return checked;
     }
-    ObjectEntry& e = arena.object(ref.index);
+    ObjectEntry& e = arena.mapped_object(ref.index);  // check_ref() has looked at the index
     std::uint64_t state = e.state.load(std::memory_order_acquire);
     std::uint64_t const known = word & kRecordGeneration;
     if (generation_of(state) != ref.generation || !is_live_state(state_of(state)) ||
@@ -503,7 +533,7 @@ Status ProcessArena::try_pin(const Ref& ref, const std::byte*& data, std::uint64
       unlock();
       return checked;
     }
-    ObjectEntry& e = arena.object(ref.index);
+    ObjectEntry& e = arena.mapped_object(ref.index);  // check_ref() has looked at the index
     // Acquire: pairs with the seal; the payload is complete for whoever sees SEALED.
     std::uint64_t state = e.state.load(std::memory_order_acquire);
     std::uint64_t const known = word & kRecordGeneration;

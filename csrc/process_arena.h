@@ -48,6 +48,8 @@ class ProcessArena {
   static std::vector<ArenaInfo> remove_debris(const std::string& directory);
 
   bool forked() const noexcept;
+  // Wait::interrupted, which may close the store that this thread is waiting in.
+  bool run_callback(const Wait& wait) const;
   void close_handle() noexcept;   // Store::close
   void destroy_store() noexcept;  // ~Store, after close_handle
   void abandon() noexcept;        // Store::abandon
@@ -78,6 +80,8 @@ class ProcessArena {
   LocalRecord& lock_record(std::uint32_t index, std::uint64_t& word) noexcept;
   void settle(std::uint32_t index) noexcept;
   void let_go_of_holds() noexcept;
+  void finish_close() noexcept;
+  void close_if_pending() noexcept;
   void leave() noexcept;
   void maybe_unmap() noexcept;
   static ProcessArena* find_open(FileId id) noexcept;  // by its arena file or its lock file
@@ -89,6 +93,7 @@ class ProcessArena {
   std::uint64_t fork_generation_ = 0;
   std::uint32_t handles_ = 0;                // open; registry mutex
   std::uint32_t stores_ = 0;                 // alive, open or not; registry mutex
+  std::atomic<bool> close_pending_{false};   // closed from inside a call: its end finishes the work
   std::atomic<std::uint64_t> pins_left_{0};  // records with kRecordCounted
 };
 

@@ -8,8 +8,7 @@ namespace shmrl {
 namespace os = object_state;
 namespace ss = session_state;
 
-// -- names
-// --------------------------------------------------------------------------------------------
+// -- names ---------------------------------------------------------------------
 
 bool valid_utf8_name(std::string_view text) noexcept {
   if (text.empty() || text.size() > kNameBytesMax) return false;
@@ -58,8 +57,7 @@ std::uint32_t name_hash(std::string_view text) noexcept {
   return static_cast<std::uint32_t>(h ^ (h >> 29));
 }
 
-// -- owners
-// -------------------------------------------------------------------------------------------
+// -- owners --------------------------------------------------------------------
 
 namespace {
 
@@ -172,8 +170,7 @@ void bind_owner(Arena& arena, const Txn& txn, std::uint32_t owner, std::uint32_t
   }
 }
 
-// -- lists and sums (derived)
-// ---------------------------------------------------------------------------
+// -- lists and sums (derived) --------------------------------------------------
 
 namespace {
 
@@ -305,8 +302,7 @@ void link_session(Arena& arena, const Txn& txn, std::uint32_t index) {
   arena.header().sessions_open.add(txn, 1);
 }
 
-// -- operations
-// -----------------------------------------------------------------------------------------
+// -- operations ----------------------------------------------------------------
 
 std::uint32_t find_session(const Arena& arena, std::string_view id) {
   std::uint32_t const hash = name_hash(id);
@@ -433,8 +429,7 @@ std::uint64_t end_objects(Arena& arena, const Txn& txn, std::span<const std::uin
   return ended;
 }
 
-// -- recovery
-// -----------------------------------------------------------------------------------------
+// -- recovery ------------------------------------------------------------------
 
 void redo_journal(Arena& arena, const Txn& txn) {
   std::uint64_t const word = arena.header().journal.get();

@@ -89,9 +89,7 @@ class Deadline {
     if (wait_.timeout_ns < 0) return slice_ns;
     return std::clamp<std::int64_t>(at_ - monotonic_ns(), 0, slice_ns);
   }
-  bool interrupted() const {
-    return wait_.interrupted != nullptr && wait_.interrupted(wait_.context);
-  }
+  bool interrupted(const ProcessArena& process) const { return process.run_callback(wait_); }
 
  private:
   const Wait& wait_;
@@ -161,8 +159,7 @@ const std::string& Store::detail() noexcept { return t_detail; }
 std::uint32_t layout_version() noexcept { return kLayoutVersion; }
 std::uint64_t abi_hash() noexcept { return kAbiHash; }
 
-// -- Hold, Pin, Draft
-// -------------------------------------------------------------------------------------
+// -- Hold, Pin, Draft ----------------------------------------------------------
 
 void Hold::reset() noexcept {
   if (ProcessArena* const process = std::exchange(arena_, nullptr); process != nullptr)
@@ -181,8 +178,7 @@ void Draft::reset() noexcept {
   process->unpin(ref_, true);  // the last pin of an unsealed object ends it
 }
 
-// -- arenas by name
-// ---------------------------------------------------------------------------------------
+// -- arenas by name ------------------------------------------------------------
 
 namespace {
 
@@ -295,8 +291,7 @@ Status Store::call(Body body) noexcept {
   return guarded([&] { return body(*arena_, arena_->arena); });
 }
 
-// -- reservations
-// -----------------------------------------------------------------------------------------
+// -- reservations --------------------------------------------------------------
 
 namespace {
 
@@ -388,8 +383,9 @@ class Reservation {
           break;
       }
       FutexResult const result = place_.sleep(deadline_.slice(kSpaceProbeNs));
+      if (deadline_.interrupted(process_))
+        return fail(Status::interrupted, "interrupted by a signal");
       if (!process_.usable.load(std::memory_order_seq_cst)) return closed_or_forked(Status::closed);
-      if (deadline_.interrupted()) return fail(Status::interrupted, "interrupted by a signal");
       if (result == FutexResult::timed_out) sweep_now(process_);
     }
   }
@@ -500,6 +496,8 @@ Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent, Pin* keep) {
   return call([&](ProcessArena& process, Arena& arena) {
     if (draft.arena_ != &process)
       return fail(Status::bad_draft, "not an unsealed draft of this store");
+    if (draft.epoch_ != process.epoch.load(std::memory_order_relaxed))
+      return fail(Status::bad_draft, "the store was closed since this draft was begun");
     std::uint32_t const index = draft.ref_.index;
     ObjectEntry& e = arena.object(index);
     bool sealed = true;
@@ -566,8 +564,7 @@ Status Store::discard(Draft& draft) {
   });
 }
 
-// -- references
-// -------------------------------------------------------------------------------------------
+// -- references ----------------------------------------------------------------
 
 Status Store::hold(const Ref& ref, Hold& out) {
   std::uint64_t epoch = 0;
@@ -589,7 +586,7 @@ Status Store::pin(const Ref& ref, const Wait& wait, Pin& out) {
   if (status == Status::not_sealed && wait.timeout_ns != 0) {
     Deadline const deadline(wait);
     do {
-      status = wait_for_seal(ref, deadline, [&] { return deadline.interrupted(); });
+      status = wait_for_seal(ref, deadline, [&] { return deadline.interrupted(*arena_); });
       if (status == Status::ok) status = guarded([&] { return arena_->try_pin(ref, data, size); });
     } while (status == Status::not_sealed && !deadline.over());
   }
@@ -631,8 +628,8 @@ Status Store::wait_for_seal(const Ref& ref, const Deadline& deadline, Interrupte
       FutexResult const result =
           futex_wait(reinterpret_cast<const std::uint32_t*>(state.address()),
                      static_cast<std::uint32_t>(word), deadline.slice(kSealProbeNs));
-      if (!process.usable.load(std::memory_order_seq_cst)) return Status::closed;
       if (interrupted()) return fail(Status::interrupted, "interrupted by a signal");
+      if (!process.usable.load(std::memory_order_seq_cst)) return Status::closed;
       if (result == FutexResult::timed_out) sweep_now(process);  // has its builder died?
     }
   });
@@ -682,8 +679,7 @@ Status Store::free(std::span<const Ref> refs, bool strict, std::uint64_t& ended)
   });
 }
 
-// -- sessions
-// ---------------------------------------------------------------------------------------------
+// -- sessions ------------------------------------------------------------------
 
 namespace {
 
@@ -984,8 +980,7 @@ Status Store::unbind(std::string_view owner) {
   });
 }
 
-// -- state of the arena
-// -----------------------------------------------------------------------------------
+// -- state of the arena --------------------------------------------------------
 
 Status Store::stats(Stats& out) {
   out = Stats{};

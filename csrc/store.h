@@ -368,7 +368,7 @@ class Store {
   std::uint64_t capacity() const noexcept;
   std::uint32_t client_slot() const noexcept;  // 1..255
 
-  // -- objects ---------------------------------------------------------------------------------
+  // -- objects -----------------------------------------------------------------
 
   // Reserves an object of `size` bytes (0 allowed). With a session id the seal will also attach it
   // there; the session must be live now and still at the seal.
@@ -391,7 +391,7 @@ class Store {
   // strict: not_owner if a session holds any of them, and nothing is freed. `ended`: how many.
   Status free(std::span<const Ref> refs, bool strict, std::uint64_t& ended);
 
-  // -- sessions (ids and owners: 1..63 bytes of UTF-8) --------------------------------------------
+  // -- sessions (ids and owners: 1..63 bytes of UTF-8) -------------------------
 
   Status open(std::string_view id, std::string_view owner);
   Status attach_object(std::string_view id, const Ref& ref, std::int32_t parent,
@@ -421,16 +421,14 @@ class Store {
   Status bind(std::string_view owner, std::string_view heir);
   Status unbind(std::string_view owner);  // as a clean exit of this process would, for this owner
 
-  // -- state of the arena
-  // --------------------------------------------------------------------------
+  // -- state of the arena ------------------------------------------------------
 
   Status stats(Stats& out);
   Status full_facts(std::uint64_t requested, FullFacts& out);
   Status check(std::vector<std::string>& problems);  // empty when sound
   Status sweep(SweepReport& out);                    // repairs after deaths, now
 
-  // -- memory
-  // --------------------------------------------------------------------------------------
+  // -- memory ------------------------------------------------------------------
 
   // For cudaHostRegister: the read-only payload mapping and how much of it is backed so far.
   std::span<const std::byte> payload_mapping() const noexcept;

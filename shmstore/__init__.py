@@ -6,6 +6,14 @@ and `Store.attach`; sessions and owners are `store.sessions`; errors are one tre
 `shmstore.testing`. Importing it imports numpy, and neither torch nor pyarrow.
 """
 
+try:
+    from . import _core  # noqa: F401 (first, so that a missing build is told as such)
+except ImportError as error:
+    raise ImportError(
+        f"the C++ core of shmstore cannot be loaded ({error}); build it with `make install`, or "
+        "with `make core` for a checkout that is used through PYTHONPATH"
+    ) from error
+
 from .draft import Draft
 from .errors import (
     ArenaDamaged,

@@ -47,6 +47,8 @@ class Accounts:
         window.add_time(max(r.generation_time_s for r in group.rollouts))
         if group.status is Status.COMPLETED:
             window.completed_samples += len(group.rollouts)
+        if group.status in (Status.ABORTED, Status.EXPIRED):
+            return  # it comes again: its rewards would count twice
         # Raw: before filtering, so the mean does not depend on what is filtered (L09).
         rewards = [r.reward for r in group.rollouts if r.reward is not None]
         window.raw_reward_sum += sum(rewards)

@@ -96,6 +96,7 @@ class Conversation:
         group_uid: str,
         shared: SharedPrompt,
         gate: Gate,
+        fresh: bool,
         arena_wait_s: float,
     ) -> None:
         self.aborted = False
@@ -112,7 +113,7 @@ class Conversation:
         self._arena_wait_s = arena_wait_s
         self._stopping = False
         self._n_requests = 0
-        self._record = self._load_record()
+        self._record = [] if fresh else self._load_record()
         self._old_turns = frozenset(rollout.turns)
         # The path so far: everything below describes stored segments only.
         self._node: int | None = None
@@ -182,6 +183,11 @@ class Conversation:
         self._stopping = True
         if self.request_id is not None:
             await self._engine.abort([self.request_id])
+
+    @property
+    def node(self) -> int | None:
+        """The segment at the end of the path; None before the first is stored."""
+        return self._node
 
     @property
     def has_sampled(self) -> bool:

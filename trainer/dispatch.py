@@ -108,6 +108,8 @@ class Dispatcher:
         work, holder = self._in_production.get(group.uid, (None, owner))
         if work is None or holder != owner:
             raise BadGroup(f"group {group.uid!r} is not in production with {owner!r}")
+        if group.prompt is None:
+            group = group.evolve(prompt=work.prompt)
         group = self._fail_stragglers(group)
         status = await self.buffer.put(group, owner=owner, timeout=timeout)
         self._leave_production(group.uid)

@@ -97,10 +97,10 @@ class Environment(Protocol):
 class Judge(Protocol):
     """Scores a finished rollout."""
 
-    async def score(self, prompt: Prompt, text: str, trace: Trace) -> float:
+    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
         """A finite reward for what the policy answered.
 
-        `text`: all that it sampled; `trace`: every token, without routed experts.
+        `text`: all that it sampled; `trace`: every token, when `ProducerParts.judge_reads_trace`.
 
         May raise `JudgeError`; the producer adds the time limit.
         """

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from trainer.conversation import Conversation, Gate, SharedPrompt
@@ -62,8 +64,10 @@ class ProducerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ProducerParts:
-    """What rollouts are made with. `valid`: False filters a completed group (beyond equal
-    rewards).
+    """What rollouts are made with.
+
+    `valid`: False filters a completed group (beyond equal rewards). `judge_reads_trace`: the judge
+    is given the trace; it costs an export for each rollout.
     """
 
     engine: Engine
@@ -72,6 +76,7 @@ class ProducerParts:
     environment: Environment
     judge: Judge
     valid: Callable[[Group], bool] | None = None
+    judge_reads_trace: bool = False
 
 
 class PendingGroup:
@@ -121,19 +126,19 @@ class PendingGroup:
         )
 
     async def produce(self) -> Group:
-        """Run what is missing, then score and filter; -> the group with its final status."""
-        traces = self._parts.traces
+        """Run what is missing, score each as it ends, then filter; -> the group with its status."""
+        traces, kept = self._parts.traces, self.work.group
         shared = SharedPrompt(
-            [r.session_id for r in self.rollouts if traces.length(r.session_id) == 0]
+            [
+                r.session_id
+                for r in self.rollouts
+                if kept is None or traces.length(r.session_id) == 0
+            ]
         )
         self.rollouts = await self._each(
             [r for r in self.rollouts if r.status is not Status.COMPLETED],
             lambda rollout: self._run(rollout, shared),
         )
-        if self.group.status is Status.COMPLETED:
-            self.rollouts = await self._each(
-                [r for r in self.rollouts if r.reward is None], self._score
-            )
         if self.group.status is Status.COMPLETED and self._is_useless():
             self.rollouts = tuple(r.evolve(status=Status.FILTERED) for r in self.rollouts)
         return self.group
@@ -158,10 +163,16 @@ class PendingGroup:
         )
         conversation = self._conversation(rollout, shared)
         status, error = await self._converse(conversation)
+        generated = loop.time()
+        reward = None
+        if status is Status.COMPLETED:
+            reward, error = await self._score(conversation)
+            status = Status.COMPLETED if error is None else Status.FAILED
         done = conversation.outcome(
             status=status,
+            reward=reward,
             error_msg=error,
-            generation_time_s=rollout.generation_time_s + loop.time() - started,
+            generation_time_s=rollout.generation_time_s + generated - started,
         )
         if status is Status.ABORTED and not self._config.partial_rollout:
             self._parts.traces.truncate(done.session_id, keep=done.n_prompt_nodes)
@@ -180,13 +191,14 @@ class PendingGroup:
 
         timer = None if soft_s is None else loop.call_later(soft_s, stop_softly)
         hard_s = None if soft_s is None else soft_s + self._config.grace_s
+        limit = None if hard_s is None else asyncio.timeout(hard_s)
         try:
-            async with asyncio.timeout(hard_s) as limit:
+            async with limit or nullcontext():
                 await self._parts.environment.run(conversation, self.work.prompt)
         except RolloutAborted:
             return Status.ABORTED, None
         except TimeoutError as error:
-            if limit.expired():
+            if limit is not None and limit.expired():
                 return Status.ABORTED, None
             return Status.FAILED, _text_of(error)
         # User code and engines may raise anything: it fails this rollout and no other (L13).
@@ -214,32 +226,30 @@ class PendingGroup:
             group_uid=self.work.uid,
             shared=shared,
             gate=self._gate,
+            fresh=self.work.group is None,
             arena_wait_s=self._config.arena_wait_s,
         )
 
-    async def _score(self, rollout: Rollout) -> Rollout:
-        """Ask the judge; an error, a time-out or a reward that is no number fails this rollout."""
+    async def _score(self, conversation: Conversation) -> tuple[float | None, str | None]:
+        """Ask the judge; -> reward and error: a time-out or a reward that is no number is one."""
+        limit_s = self._config.judge_timeout_s
         try:
-            async with asyncio.timeout(self._config.judge_timeout_s) as limit:
-                reward = await self._judge(rollout)
+            async with asyncio.timeout(limit_s) as limit:
+                return await self._judge(conversation), None
         except TimeoutError as error:
-            text = f"the judge took more than {self._config.judge_timeout_s} s"
-            text = text if limit.expired() else _text_of(error)
-            return rollout.evolve(status=Status.FAILED, error_msg=text)
+            return None, f"the judge took more than {limit_s} s" if limit.expired() else _text_of(
+                error
+            )
         # Judges are user code: whatever they raise fails this rollout and no other (L13).
         except Exception as error:
-            return rollout.evolve(status=Status.FAILED, error_msg=_text_of(error))
-        return rollout.evolve(reward=reward)
+            return None, _text_of(error)
 
-    async def _judge(self, rollout: Rollout) -> float:
-        trace = self._parts.traces.export(
-            rollout.session_id, node=rollout.leaves[-1], with_routing=False
-        )
-        text = self._parts.tokenizer.decode(trace.token_ids[trace.labels >= 0].tolist())
-        reward = await self._parts.judge.score(self.work.prompt, text, trace)
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)):
-            raise JudgeError(f"the judge returned {reward!r}; a finite number is needed")
-        if not math.isfinite(reward):
+    async def _judge(self, conversation: Conversation) -> float:
+        trace = None
+        if self._parts.judge_reads_trace:
+            trace = self._parts.traces.export(conversation.id, node=conversation.node)
+        reward = await self._parts.judge.score(self.work.prompt, conversation.text, trace)
+        if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
             raise JudgeError(f"the judge returned {reward!r}; a finite number is needed")
         return float(reward)
 

@@ -204,7 +204,8 @@ class Producer:
 
     async def _produce(self, pending: PendingGroup) -> None:
         group = await pending.produce()
-        status = await self._dispatcher.put(group, owner=self.owner)
+        # The desk knows the prompt: it need not travel back.
+        status = await self._dispatcher.put(group.evolve(prompt=None), owner=self.owner)
         self._count(group, status)
 
     def _ended(self, task: asyncio.Task[None]) -> None:

@@ -339,9 +339,12 @@ class Matrix {
       judge(outcome, n, 0);
       // Kill the repair as well. In full: at every store of it for each tenth n, and for the others
       // at each 17th from a start that moves with n, so that every store has its turn.
-      bool const thorough = sample_ == 0 && n % 10 == 1;
+      // (Not where each try reserves megabytes.)
+      bool const thorough = sample_ == 0 && n % 10 == 1 && scenario.capacity == kCapacityMin;
       if (sample_ != 0 && n / stride % 3 == 2) continue;
-      std::uint64_t const step = thorough ? 1 : sample_ == 0 ? 17 : 97 + n % 31;
+      std::uint64_t const step = thorough                                            ? 1
+                                 : sample_ == 0 && scenario.capacity == kCapacityMin ? 17
+                                                                                     : 97 + n % 31;
       for (std::uint64_t m = thorough ? 1 : 1 + n % step;; m += step) {
         Outcome const twice = kill_at(n, false, m);
         if (twice.hits == 0) break;  // the repair had fewer stores

@@ -55,8 +55,7 @@ Status pin_status(Store& store, const Ref& ref) {
   return store.pin(ref, Wait{}, pin);
 }
 
-// -- objects
-// ------------------------------------------------------------------------------------------
+// -- objects -------------------------------------------------------------------
 
 void an_object_reads_back_what_was_written() {
   Fixture f(small(8u << 20));
@@ -330,8 +329,58 @@ void waits_can_be_interrupted() {
   EXPECT(f.stats().counters.full_waits == 1);
 }
 
-// -- full
-// -----------------------------------------------------------------------------------------------
+struct Closing {
+  Store* store;
+  bool stop;
+};
+
+bool close_inside(void* context) {
+  auto* const closing = static_cast<Closing*>(context);
+  closing->store->close();
+  return closing->stop;
+}
+
+void a_signal_handler_may_close_the_store_that_waits() {
+  for (bool stop : {true, false}) {
+    Fixture f;
+    pid_t const keeper = start([&] {
+      auto store = attach(f.name);
+      Hold big = put(*store, kCapacityMin - 100000, 1);
+      ::pause();
+    });
+    while (f.stats().objects == 0) std::this_thread::yield();
+    Closing closing{f.store.get(), stop};
+    Draft draft;
+    EXPECT_STATUS(stop ? Status::interrupted : Status::closed,
+                  f.store->reserve(500000, Wait{-1, close_inside, &closing}, draft));
+    EXPECT_STATUS(Status::closed, f.store->reserve(100, Wait{}, draft));
+    ::kill(keeper, SIGKILL);
+    EXPECT(was_killed(wait_for(keeper)));
+    auto again = attach(f.name);  // the slot was given up, the place in the queue as well
+    Stats stats;
+    OK(again->stats(stats));
+    EXPECT(stats.clients == 1 && stats.used == 0);
+    OK(again->reserve(500000, Wait{}, draft));
+    EXPECT_SOUND(*again);
+  }
+}
+
+void a_draft_of_an_earlier_opening_cannot_be_sealed() {
+  Fixture f;
+  Draft draft;
+  OK(f.store->reserve(1000, Wait{}, draft));
+  f.store->close();
+  auto again = attach(f.name);
+  Hold hold;
+  EXPECT_STATUS(Status::bad_draft, again->seal(draft, &hold));
+  draft.reset();
+  Stats stats;
+  OK(again->stats(stats));
+  EXPECT(stats.used == 0 && stats.clients == 1);
+  EXPECT_SOUND(*again);
+}
+
+// -- full ----------------------------------------------------------------------
 
 void a_reservation_waits_for_space_and_gets_it() {
   Fixture f;
@@ -441,8 +490,7 @@ void the_object_table_has_a_limit_that_is_named() {
   OK(f.store->reserve(64, Wait{}, draft));
 }
 
-// -- sessions
-// -------------------------------------------------------------------------------------------
+// -- sessions ------------------------------------------------------------------
 
 std::vector<std::string> release(Store& store, Ids ids, std::string_view owner, bool strict = false,
                                  Status expected = Status::ok) {
@@ -646,8 +694,7 @@ void sessions_and_attachments_have_limits() {
   OK(f.store->seal(draft, nullptr));
 }
 
-// -- deaths
-// ---------------------------------------------------------------------------------------------
+// -- deaths --------------------------------------------------------------------
 
 void sessions_of_the_dead_fall_to_their_heir_or_are_released() {  // L07, L12
   Fixture f;
@@ -895,8 +942,7 @@ void client_255_joins_and_the_next_is_told_why_not() {
   EXPECT(f.stats().clients == 1);
 }
 
-// -- names
-// ----------------------------------------------------------------------------------------------
+// -- names ---------------------------------------------------------------------
 
 void names_of_arenas_are_checked() {
   std::unique_ptr<Store> store;
@@ -1172,6 +1218,8 @@ constexpr Test kTests[] = {
     T(a_get_ends_when_the_builder_dies),
     T(a_waiter_killed_inside_get_harms_nobody),
     T(waits_can_be_interrupted),
+    T(a_signal_handler_may_close_the_store_that_waits),
+    T(a_draft_of_an_earlier_opening_cannot_be_sealed),
     T(a_reservation_waits_for_space_and_gets_it),
     T(space_goes_to_waiters_in_the_order_they_came),
     T(a_dead_waiter_does_not_block_the_queue),

@@ -26,13 +26,10 @@ from shmstore import (
     StoreSuperseded,
 )
 from shmstore.testing import Puppet, assert_sound, temporary_store, unique_name
+from tests.shmstore.support import attach, wait_until_asleep
 
 REPO = Path(__file__).parents[2]
 MIB = 1 << 20
-
-
-def attach(state: Any, name: str) -> None:
-    state["store"] = Store.attach(name)
 
 
 def attached(store: Store) -> Puppet:
@@ -50,13 +47,6 @@ def test_ray_201_a_waiter_killed_inside_get_does_not_hurt_the_seal(store: Store)
     ref = draft.seal()
     assert store.get(ref).size == 1000
     assert_sound(store)
-
-
-def wait_until_asleep(pid: int) -> None:
-    """Until its main thread waits on a futex, that is inside the store's wait."""
-    number = {"x86_64": "202", "aarch64": "98"}[os.uname().machine]
-    while Path(f"/proc/{pid}/syscall").read_text().split()[0] != number:
-        threading.Event().wait(0.002)
 
 
 def test_ray_3628_releasing_what_is_not_held_is_no_abort(store: Store) -> None:

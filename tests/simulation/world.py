@@ -132,7 +132,7 @@ class _Judge(CountingJudge):
         self._rng = rng
         self._rate = failure_rate
 
-    async def score(self, prompt: Prompt, text: str, trace: Trace) -> float:
+    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
         await asyncio.sleep(self._rng.uniform(0, 0.3))
         if self._rng.random() < self._rate:
             if self._rng.random() < 0.5:

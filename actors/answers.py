@@ -41,6 +41,8 @@ class Answers:
             return
         if call.timer is not None:
             call.timer.cancel()
+        if self._node.tracing is not None:
+            self._node.tracing.end(call_id, "the method raised" if head[1] == _ERROR else "")
         peer = call.peer
         peer.in_flight -= 1
         if head[1] == _ERROR:

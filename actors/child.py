@@ -31,6 +31,7 @@ from .mailbox import LocalActor
 from .node import Node
 from .peers import AGENT, Notice, State
 from .snapshot import process_memory
+from .tracing import Tracing
 
 __all__ = ["Host", "main", "serve", "warm_up"]
 
@@ -143,6 +144,7 @@ async def serve(request: dict[str, Any], sock: socket.socket, host: Host) -> int
         store=store,
         in_flight_max=request["in_flight_max"],
         keys=_keys_of(request),
+        incarnation=request["incarnation"],
     )
     done: asyncio.Future[int] = node.loop.create_future()
 
@@ -157,6 +159,8 @@ async def serve(request: dict[str, Any], sock: socket.socket, host: Host) -> int
             os._exit(_EXIT_ORPHANED)
         end(_EXIT_ORPHANED)
 
+    if request["tracing"]:
+        node.tracing = Tracing()
     node.on_exit = end
     node.on_process_lost = lost
     client = Client(node, store)

@@ -299,6 +299,8 @@ class RemoteMethod:
             timeout_s, timeout_ns = timeout_of(timeout_s, deadline_ns)
         encoded = node.codec.encode_call(args, kwargs)
         call.call_id = node.next_call_id()
+        if node.tracing is not None:
+            trace = node.tracing.begin(call.call_id, self._label)
         call.peer = self._peer
         call.label = self._label
         call.keep = encoded.keep

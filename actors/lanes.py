@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lanes"]
 
-_HELLO = struct.Struct("<8sII32s")  # magic, protocol version, actor number, token of the run
+_HELLO = struct.Struct("<8sIII32s")  # magic, protocol version, actor, incarnation, token
 _MAGIC = b"shmrlact"
 
 
@@ -34,12 +34,14 @@ class Lanes:
         owner: LinkOwner,
         uid: int,
         token: bytes,
+        incarnation: int = 1,
         keys: tuple[bytes, bytes] | None = None,
     ) -> None:
         self._loop = loop
         self._owner = owner
         self._uid = uid
         self._token = token
+        self._incarnation = incarnation
         self._links: set[Link] = set()
         self._listener: UnixListener | None = None
         self._keys = keys
@@ -58,17 +60,19 @@ class Lanes:
     def _on_accept(self, sock: socket.socket) -> None:
         self._links.add(UnixLink(self._loop, sock, self._owner))
 
-    def adopt(self, sock: socket.socket, peer_uid: int) -> Link:
+    def adopt(self, sock: socket.socket, peer_uid: int, incarnation: int) -> Link:
         """A socket of a pair that we or our parent made: trusted by construction."""
         link = UnixLink(self._loop, sock, self._owner, peer_uid=peer_uid, trusted=True)
+        link.peer_incarnation = incarnation
         self._links.add(link)
         return link
 
-    def connect(self, address: str, peer_uid: int) -> Link | None:
+    def connect(self, address: str, peer_uid: int, incarnation: int) -> Link | None:
         """A new link to the process at this address; None when nobody listens there."""
         scheme, _, place = address.partition("://")
         if scheme == "tcp":
             tcp = self._tcp().connect(address, peer_uid)
+            tcp.peer_incarnation = incarnation
             self._links.add(tcp)
             self._greet(tcp)
             return tcp
@@ -82,12 +86,12 @@ class Lanes:
             sock.close()
             return None
         # We trust who listens in our 0700 directory; the other side wants our greeting.
-        link = self.adopt(sock, peer_uid)
+        link = self.adopt(sock, peer_uid, incarnation)
         self._greet(link)
         return link
 
     def _greet(self, link: Link) -> None:
-        hello = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, self._uid, self._token)
+        hello = _HELLO.pack(_MAGIC, PROTOCOL_VERSION, self._uid, self._incarnation, self._token)
         link.send(pack(Kind.HELLO, 0, body=hello))
 
     def _tcp(self) -> ZmqLanes:
@@ -109,19 +113,23 @@ class Lanes:
         """
         if kind != Kind.HELLO or len(body) != _HELLO.size:
             raise ProtocolError("the first frame is not a greeting")
-        magic, version, uid, token = _HELLO.unpack(body)
+        magic, version, uid, incarnation, token = _HELLO.unpack(body)
         if magic != _MAGIC or not hmac.compare_digest(token, self._token):
             raise ProtocolError("the greeting does not belong to this run")
         if version != PROTOCOL_VERSION:
             raise ProtocolError(f"protocol version {version}, this is {PROTOCOL_VERSION}")
-        link.peer_uid = uid
+        link.peer_uid, link.peer_incarnation = uid, incarnation
         link.trusted = True
         return int(uid)
 
-    def close_peer(self, peer_uid: int) -> None:
-        """Close every link to a process that is dead; a tcp link does not see that by itself."""
-        for link in [link for link in self._links if link.peer_uid == peer_uid]:
-            link.close()
+    def close_peer(self, peer_uid: int, incarnation: int) -> None:
+        """Close the links to a process that is dead; a tcp link does not see that by itself.
+
+        Its successor may have greeted us before the news of the death came: that link stays.
+        """
+        for link in list(self._links):
+            if link.peer_uid == peer_uid and link.peer_incarnation <= incarnation:
+                link.close()
 
     def forget(self, link: Link) -> None:
         """The link has closed."""

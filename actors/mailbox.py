@@ -12,6 +12,7 @@ that group and nothing else; every call is answered once, or its caller is gone 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from . import faults
 from .arguments import RefArguments
 from .codec import Encoded
 from .context import CURRENT_CALL, ActorContext, CallContext
-from .errors import ActorDied, NoSuchMethod, NotSerializable
+from .errors import ActorDied, NoSuchMethod, NotSerializable, RuntimeClosed
 from .inbound import Credits, GroupThread, Inbound, cycle_error
 from .messages import HEADER_BYTES, Flag, Kind, pack, parse
 from .method import DEFAULT_GROUP, Method, Shape, methods_of
@@ -159,6 +160,8 @@ class LocalActor:
             return
         self._ack(link, call_id, flags)
         lane = (link, group.decode() if group else method.group)
+        if self._node.tracing is not None and self._cycles:
+            function = self._node.tracing.wrap(function, self.context.name, method, ctx.trace)
         call = Inbound(link, call_id, kind, method, function, lane, ctx, args, kwargs)
         if flags & _REFS:
             self._ref_arguments.resolve(call)
@@ -343,7 +346,8 @@ class LocalActor:
                 encoded = self._node.codec.encode(value)
         except BaseException as error:  # a method's error is its caller's, whatever it is
             failure = error
-        self._node.call_threadsafe(self._thread_done, call, encoded, failure)
+        with contextlib.suppress(RuntimeClosed):  # the run ended meanwhile: nobody waits
+            self._node.call_threadsafe(self._thread_done, call, encoded, failure)
 
     def _run_sync_stream(self, call: Inbound) -> None:
         if call.method.shape is not Shape.SYNC_STREAM:

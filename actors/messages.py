@@ -44,7 +44,7 @@ BUFFER_ALIGNMENT = 16
 
 # size, kind, flags, n_buffers, call_id, target, method_bytes, group_bytes, chain_length,
 # body_bytes, timeout_ns, trace_high, trace_low, span
-HEADER = struct.Struct("<IBBHQIHHHxxIqQQI4x")
+HEADER = struct.Struct("<IBBHQIHHHxxIqQQQ")
 HEADER_BYTES = HEADER.size
 _BUFFER = struct.Struct("<IIQ24s")
 _PADDING = bytes(BUFFER_ALIGNMENT)

@@ -40,6 +40,7 @@ from .transport import Link, LoopbackLink
 if TYPE_CHECKING:
     from .calls import Pending, StreamState
     from .mailbox import LocalActor
+    from .tracing import Tracing
 
 __all__ = ["IN_FLIGHT_MAX", "WAITING_MAX", "Node"]
 
@@ -66,6 +67,7 @@ class Node:
         store: StoreLike | None = None,
         in_flight_max: int = IN_FLIGHT_MAX,
         keys: tuple[bytes, bytes] | None = None,
+        incarnation: int = 1,
     ) -> None:
         self.uid = uid
         self.loop = asyncio.get_running_loop()
@@ -80,9 +82,10 @@ class Node:
         self.on_process_lost: Callable[[int, str], None] | None = None
         self.resolve: Callable[[int], Any] | None = None  # asks the hub; set by client/hub
         self.late_replies = 0
+        self.tracing: Tracing | None = None
         self._thread = threading.get_ident()
         self._ids = itertools.count(1)
-        self._lanes = Lanes(self.loop, self, uid, token, keys)
+        self._lanes = Lanes(self.loop, self, uid, token, incarnation, keys)
         self._loopback = LoopbackLink(self.loop, self, uid)
         self.links[uid] = self._loopback
         self._answers = Answers(self)
@@ -110,15 +113,15 @@ class Node:
         """Accept links at this path; returns the address to hand out."""
         return self._lanes.listen(path)
 
-    def adopt_socket(self, sock: socket.socket, peer_uid: int) -> Link:
+    def adopt_socket(self, sock: socket.socket, peer_uid: int, incarnation: int = 1) -> Link:
         """A socket of a pair that we or our parent made: trusted by construction."""
-        link = self._lanes.adopt(sock, peer_uid)
+        link = self._lanes.adopt(sock, peer_uid, incarnation)
         self._set_process_link(peer_uid, link)
         return link
 
     def _connect(self, peer: Peer) -> Link | None:
         """A link to the process of `peer`; None when nobody listens there."""
-        link = self._lanes.connect(peer.address, peer.node_uid)
+        link = self._lanes.connect(peer.address, peer.node_uid, peer.incarnation)
         if link is not None:
             self._set_process_link(peer.node_uid, link)
         return link
@@ -152,11 +155,21 @@ class Node:
             self.on_process_lost(node_uid, why)
 
     def _post_mortem_over(self, peer: Peer, incarnation: int, why: str) -> None:
-        """Nobody said why the link broke: the calls must not wait any longer."""
-        if peer.lost == incarnation and peer.state == State.UP and not self.closed:
-            peer.state = State.DEAD
-            peer.death = (f"the link to its process broke: {why}", None, "")
-            self._fail_calls(peer, unsent_too=True)
+        """Nobody said why the link broke: what was sent over it must not wait any longer.
+
+        The actor may be alive all the same; what was not sent yet gets one more try to reach it.
+        """
+        if peer.lost != incarnation or peer.state != State.UP or self.closed:
+            return
+        peer.lost = 0
+        peer.death = (f"the link to its process broke: {why}", None, "")
+        self._fail_calls(peer, unsent_too=False, waiting_too=False)
+        if peer.waiting_live and peer.link is None:
+            peer.link = self._connect(peer)
+            if peer.link is None:
+                self._fail_calls(peer, unsent_too=True)
+            else:
+                self.drain(peer)
 
     # ---- what the hub says --------------------------------------------------------------------
 
@@ -198,22 +211,31 @@ class Node:
             peer.link = None
             peer.death = (notice.reason, notice.exit_code, notice.stderr_tail)
             self._fail_calls(peer, unsent_too=notice.state == State.DEAD)
+            hosted = self.locals.get(notice.uid)
+            if hosted is not None and notice.node_uid == self.uid != notice.uid:
+                del self.locals[notice.uid]
+                hosted.close()
             if notice.node_uid == notice.uid:
                 agent = self.peers.pop(-notice.uid, None)
                 if agent is not None:
                     agent.death = peer.death
                     self._fail_calls(agent, unsent_too=True)
-                self._drop_process(notice.uid)
+                self._drop_process(notice.uid, notice.incarnation)
 
-    def _drop_process(self, node_uid: int) -> None:
+    def _drop_process(self, node_uid: int, incarnation: int) -> None:
         if node_uid != self.uid:
-            self.links.pop(node_uid, None)
-            self._lanes.close_peer(node_uid)
+            link = self.links.get(node_uid)
+            if link is not None and link.peer_incarnation <= incarnation:
+                del self.links[node_uid]
+            self._lanes.close_peer(node_uid, incarnation)
 
-    def _fail_calls(self, peer: Peer, *, unsent_too: bool) -> None:
-        """End the calls that were in flight to a dead process (at most once: none is resent)."""
+    def _fail_calls(self, peer: Peer, *, unsent_too: bool, waiting_too: bool = True) -> None:
+        """End the calls that were in flight to a dead process (at most once: none is resent).
+
+        Of those not sent: all, or (`waiting_too`) those that do not wait for a restart, or none.
+        """
         for call in [c for c in self.pending.values() if c.peer is peer]:
-            if call.frame is None or unsent_too or not call.waits_when_down:
+            if call.frame is None or unsent_too or (waiting_too and not call.waits_when_down):
                 self.forget(call)
                 call.fail(peer.died())
 
@@ -321,6 +343,8 @@ class Node:
         """Take a call out of the tables; it gets its end from the caller of this."""
         if self.pending.pop(call.call_id, None) is None:
             return
+        if self.tracing is not None:
+            self.tracing.end(call.call_id, "ended without an answer")
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None
@@ -339,6 +363,8 @@ class Node:
     def _refuse(self, call: Pending, error: ActorError) -> None:
         """End a call that is neither sent nor waiting."""
         del self.pending[call.call_id]
+        if self.tracing is not None:
+            self.tracing.end(call.call_id, str(error))
         if call.timer is not None:
             call.timer.cancel()
         call.keep = ()
@@ -404,6 +430,8 @@ class Node:
         if actor is not None:
             actor.receive(link, head, frame)
             return
+        if head[2] & Flag.REFS:  # not taken in: the sender may let go
+            link.send(pack(Kind.ACK, head[4]))
         if head[1] == _TELL:
             link.send(pack(Kind.DONE, head[4]))
             return

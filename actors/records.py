@@ -146,6 +146,7 @@ class RunConfig:
     forward_logs: bool
     listen: str = ""  # "tcp://HOST"; empty: a Unix socket in the run's directory
     keys: tuple[str, str] | None = None  # CURVE, for tcp
+    tracing: bool = False
 
 
 def reason_of(exit_code: int | None) -> str:

@@ -27,6 +27,7 @@ from .rundir import RunDir, check_name
 from .spawn import Spawner
 from .status import StatusServers
 from .supervisor import STOP_TIMEOUT_S, Supervisor
+from .tracing import Tracing
 
 __all__ = ["Runtime", "run"]
 
@@ -39,10 +40,10 @@ class Runtime(Client):
 
     `store`: a capacity ("4GiB": an arena of the run's name is made, and removed at the end), or a
     `shmstore.Store` of your own. `gpus`: device numbers or a count (default: found in /proc).
-    `transport`: between actors, Unix sockets, or ZeroMQ with CURVE over tcp on the loopback.
-    `cpus`: cores that may be handed out. `log_dir`: one file an actor. `metrics_port`: Prometheus
-    text over HTTP on this machine's loopback. `on_escalation`: called when an actor of the driver
-    has died too often. Times in seconds.
+    `cpus`: cores that may be handed out. `transport`: between actors, Unix sockets, or ZeroMQ with
+    CURVE over tcp on the loopback. `tracing`: OpenTelemetry spans around calls. `log_dir`: one file
+    an actor. `metrics_port`: Prometheus text over HTTP on this machine's loopback.
+    `on_escalation`: called when an actor of the driver has died too often. Times in seconds.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Runtime(Client):
         in_flight_max: int = IN_FLIGHT_MAX,
         stop_timeout: float = STOP_TIMEOUT_S,
         transport: Literal["unix", "tcp"] = "unix",
+        tracing: bool = False,
         on_escalation: Callable[[Event], None] | None = None,
     ) -> None:
         if in_flight_max < 1:
@@ -76,6 +78,7 @@ class Runtime(Client):
         if transport not in ("unix", "tcp"):
             raise UsageError(f'transport is "unix" or "tcp", got {transport!r}')
         self._transport = transport
+        self._tracing = Tracing() if tracing else None
         self._stop_timeout_s = stop_timeout
         self._on_escalation = on_escalation
         self._entered = False
@@ -105,7 +108,7 @@ class Runtime(Client):
         spawner = self._make_spawner(loop)
         spawner.start()  # first: it warms up on another core while we go on
         self._spawner = spawner
-        store = self._open_store()
+        store = self.store = self._open_store()
         token = secrets.token_bytes(_TOKEN_BYTES)
         keys: tuple[str, str] | None = None
         if self._transport == "tcp":
@@ -126,7 +129,9 @@ class Runtime(Client):
             forward_logs=self._forward_logs,
             listen="tcp://127.0.0.1" if self._transport == "tcp" else "",
             keys=keys,
+            tracing=self._tracing is not None,
         )
+        node.tracing = self._tracing
         self._supervisor = Supervisor(node, self._rundir, self._book, config, spawner)
         self._supervisor.on_escalation = self._on_escalation
         super().__init__(node, store)

@@ -204,7 +204,7 @@ class Supervisor:
             theirs.close()
             for end in ends:
                 os.close(end)
-        node.adopt_socket(ours, record.uid)
+        node.adopt_socket(ours, record.uid, record.incarnation)
         directory = tuple(r.notice() for r in self.records.values() if r.state == State.UP)
         try:
             construct = agent_method(node, record.uid, "construct")
@@ -235,6 +235,7 @@ class Supervisor:
             "in_flight_max": config.in_flight_max,
             "socket": config.listen or self._rundir.socket_path(f"a{record.uid}"),
             "keys": config.keys,
+            "tracing": config.tracing,
             "methods": dict(spec.methods),
             "sys_path": spec.sys_path,
             "hints": dict(spec.hints),

@@ -46,6 +46,7 @@ class Link(Protocol):
     """One ordered stream of frames to one process. Hashable by identity."""
 
     peer_uid: int  # actor number of the process at the other end; -1 until HELLO
+    peer_incarnation: int  # of that process
     trusted: bool  # nothing is unpickled before this is true
     closed: bool
     kept: dict[tuple[int, int, int], Any]  # what is alive until an ACK: (call, item, is reply)
@@ -70,6 +71,7 @@ class UnixLink:
     ) -> None:
         sock.setblocking(False)
         self.peer_uid = peer_uid
+        self.peer_incarnation = 0
         self.trusted = trusted
         self.closed = False
         self.kept: dict[tuple[int, int, int], Any] = {}
@@ -245,6 +247,7 @@ class LoopbackLink:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, owner: LinkOwner, uid: int) -> None:
         self.peer_uid = uid
+        self.peer_incarnation = 0
         self.trusted = True
         self.closed = False
         self.kept: dict[tuple[int, int, int], Any] = {}

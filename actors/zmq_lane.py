@@ -67,6 +67,7 @@ class ZmqLink:
         trusted: bool,
     ) -> None:
         self.peer_uid = peer_uid
+        self.peer_incarnation = 0
         self.trusted = trusted
         self.closed = False
         self.kept: dict[tuple[int, int, int], Any] = {}

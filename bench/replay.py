@@ -198,7 +198,7 @@ def _export(report: Report, args: BenchArgs) -> None:
             "TraceStore",
             copied / nbytes,
             "x",
-            goals=(at_most(1.05),),
+            goals=(at_most(1.1),),
             note="1.0: each byte is copied once",
         )
     )

@@ -61,7 +61,7 @@ def _arena(facts: _core.ArenaFacts) -> Arena:
         condition = Condition.LIVE if facts["live_clients"] else Condition.DEBRIS
     created_s = facts["created_unix_ns"] / 1e9
     return Arena(
-        name=facts["name"],
+        name=facts["name"] or "(none)",
         path=facts["path"],
         condition=condition,
         detail=facts["detail"],

@@ -106,8 +106,9 @@ class Store(_core.StoreCore):
 
     @staticmethod
     def list(*, directory: str = DIRECTORY) -> list[str]:
-        """Names of this user's arenas, those that nobody uses any more included (see `doctor`)."""
-        return [info["name"] for info in _core.arenas(directory)]
+        """Names of this user's arenas, those that nobody uses any more included (see `doctor`,
+        which also sees what a killed create left without a name)."""
+        return [info["name"] for info in _core.arenas(directory) if info["name"]]
 
     def close(self) -> None:
         """Leave the arena. Idempotent. References that this process counted are dropped; views

@@ -258,7 +258,7 @@ class FaultsConfig:
     restarts_max: int = _opt(5, "Restarts of one process within the window below.", ge=0)
     restarts_within_s: float = _opt(60.0, "The window.", gt=0)
     no_progress_s: float = _opt(
-        300.0,
+        900.0,
         "Time without any progress after which the run ends with what everybody waits for.",
         gt=0,
     )

@@ -54,4 +54,4 @@ class RemoteDesk:
 
     async def fail(self, part: str, cause: str) -> None:
         """A part cannot go on: whoever waits hears why."""
-        self._dispatcher.fail(part, cause)
+        await self._dispatcher.fail(part, cause)

@@ -8,12 +8,12 @@ the arena.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
 import actors
+from trainer.config import EvalConfig
 from trainer.driver import held_out_prompts
 from trainer.environments import build_source
 from trainer.fit import open_arena
@@ -39,7 +39,7 @@ async def _evaluate(
     name = f"{folder.name[:30]}-eval-{os.getpid()}"
     logs = folder.logs / "eval"
     summary = Summary(name)
-    count = prompts or config.eval.prompts or dataclasses.fields(type(config.eval))[1].default
+    count = prompts or config.eval.prompts or EvalConfig().prompts
     sources = [build_source(t, seed=config.run.seed, held_out=True) for t in config.tasks]
     wanted = held_out_prompts(sources, count)
     with open_arena(config, name, summary) as store:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from trainer.dispatch import DispatchConfig, Dispatcher
 from trainer.display import Display, QuietDisplay, make_display
 from trainer.driver import Driver
 from trainer.environments import PromptSource, build_source
-from trainer.errors import TrainerError
+from trainer.errors import NoProgress, TrainerError
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
 from trainer.learner_state import STATE_OWNER
@@ -148,20 +148,16 @@ class _Run:
             config, self.folder.name, store, self.folder.logs, display.note
         ) as parts:
             dispatcher = await self._dispatcher(store)
-            watchdog = Watchdog(
-                config.faults.no_progress_s,
-                dispatcher.describe,
-                lambda stuck: dispatcher.fail("run", str(stuck)),
-            )
-            desk = await parts.runtime.host(RemoteDesk(dispatcher, watchdog.moved), name="desk")
+            alarm = _Alarm(config.faults.no_progress_s, dispatcher.describe)
+            desk = await parts.runtime.host(RemoteDesk(dispatcher, alarm.moved), name="desk")
             try:
-                await self._train(parts, dispatcher, desk, watchdog)
+                await self._train(parts, dispatcher, desk, alarm)
             finally:
-                watchdog.stop()
+                alarm.disarm()
                 await asyncio.shield(self._let_go(parts, dispatcher))
 
     async def _train(
-        self, parts: Parts, dispatcher: Dispatcher, desk: actors.Handle, watchdog: Watchdog
+        self, parts: Parts, dispatcher: Dispatcher, desk: actors.Handle, alarm: _Alarm
     ) -> None:
         display = self.display
         display.note("building the model" + (" and warming it up" if self.config.warmup else ""))
@@ -186,10 +182,10 @@ class _Run:
             self.summary,
             _sources(self.config, held_out=True),
             ready.train_step,
-            watchdog.moved,
+            alarm.moved,
         )
         try:
-            await _beside(parts.producer.supervise(), driver.run(self.stop))
+            await _beside((parts.producer.supervise(), alarm.ring()), driver.run(self.stop))
         finally:
             metrics.close()
             self.summary.restarts = driver.restarts()
@@ -284,12 +280,48 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-async def _beside(background: Coroutine[Any, Any, None], main: Coroutine[Any, Any, None]) -> None:
-    """Runs `main` to its end; `background` is ended with it, and an error of either ends both."""
+class _Alarm:
+    """The watchdog as an error that ends the run, whatever everybody waits for.
+
+    Armed once the models are built: how long that takes is nobody's fault.
+    """
+
+    def __init__(self, limit_s: float, describe: Callable[[], Sequence[str]]) -> None:
+        self._limit_s = limit_s
+        self._describe = describe
+        self._watchdog: Watchdog | None = None
+        self._stuck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def moved(self, what: str) -> None:
+        """A sign of life."""
+        if self._watchdog is not None:
+            self._watchdog.moved(what)
+
+    async def ring(self) -> None:
+        """Raises NoProgress when nothing moved for too long; otherwise waits for ever."""
+        self._watchdog = Watchdog(self._limit_s, self._describe, self._say)
+        await self._stuck
+
+    def _say(self, report: NoProgress) -> None:
+        if not self._stuck.done():
+            self._stuck.set_exception(report)
+
+    def disarm(self) -> None:
+        """No more alarms."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self._stuck.cancel()
+
+
+async def _beside(
+    background: Sequence[Coroutine[Any, Any, None]], main: Coroutine[Any, Any, None]
+) -> None:
+    """Runs `main` to its end; `background` is ended with it, and an error of any ends all."""
     async with asyncio.TaskGroup() as tasks:
-        helper = tasks.create_task(background)
+        helpers = [tasks.create_task(helper) for helper in background]
         await main
-        helper.cancel()
+        for helper in helpers:
+            helper.cancel()
 
 
 @contextmanager

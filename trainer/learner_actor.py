@@ -152,11 +152,13 @@ class LearnerActor:
         began = time.perf_counter()
         traces, advantages, rewards, rollout_ids = self._read(groups, train_step)
         read_s = time.perf_counter() - began
-        metrics = self._ready.train_step(traces,
+        metrics = self._ready.train_step(
+            traces,
             advantages,
             rollout_ids=rollout_ids,
             rewards=rewards,
-            train_step=train_step,)
+            train_step=train_step,
+        )
         del traces  # they pin the batch's bytes
         done = time.perf_counter()
         ids = [sid for group in groups for sid in group.session_ids]

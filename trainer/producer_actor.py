@@ -131,10 +131,11 @@ class ProducerActor:
 
     async def _make_engine(self, engines: Mapping[str, Handle]) -> tuple[Engine, Tokenizer]:
         if not engines:
-            self._inline, tokenizer = await asyncio.to_thread(
+            engine, tokenizer = await asyncio.to_thread(
                 make_engine, self._config, self._setup.cores.threads, self._store
             )
-            return self._inline, tokenizer
+            self._inline = engine
+            return engine, tokenizer
         from actors import ActorDied
         from trainer.models import build_tokenizer
 

@@ -102,12 +102,17 @@ class ProducerLink:
         async for event in self._handle.watch():
             if event.kind == "died":
                 self._count("producer", event.reason)
-                if self._dispatcher is not None:
-                    self._dispatcher.owner_died(self._owner)
+                self._settle()
             if event.final and not self._ended:
                 await self._fail("producer", event.reason or event.kind)
             if event.kind in ("started", "restarted") and event.incarnation > self._incarnation:
+                self._settle()  # a death before this watch began was not seen
                 await self._start_again()
+
+    def _settle(self) -> None:
+        """What the dead producer had goes out again; twice is no error."""
+        if self._dispatcher is not None:
+            self._dispatcher.owner_died(self._owner)
 
     async def _start_again(self) -> None:
         try:
@@ -138,7 +143,7 @@ class ProducerLink:
         async with self._moved:
             self._moved.notify_all()
         if self._dispatcher is not None:
-            self._dispatcher.fail(name, cause)
+            await self._dispatcher.fail(name, cause)
 
     async def end(self) -> None:
         """Stops production in order: what is under way is cancelled and booked."""

@@ -173,6 +173,7 @@ class ReplayBuffer:
         """
         _check_need(need)
         self.settle(owner)
+        self.reclaim()
         await self.refresh(train_step)
         try:
             async with asyncio.timeout(timeout):
@@ -198,6 +199,27 @@ class ReplayBuffer:
         if done:
             self._changed()
         return sum(len(entry.group.rollouts) for entry in done)
+
+    def reclaim(self) -> int:
+        """Offer again what a dead learner had: its sessions have fallen to this buffer as their
+        heir.
+
+        `take` does this; a driver that knows of a death calls `owner_died`. -> groups.
+        """
+        if not any(self._taken.values()):
+            return 0
+        self._store.sweep()
+        sessions, offered = self._store.sessions, 0
+        for taken in self._taken.values():
+            for entry in list(taken.values()):
+                ids = entry.group.session_ids
+                if all(sid in sessions and sessions.owner(sid) == self.owner for sid in ids):
+                    del taken[entry.group.uid]
+                    self._add(entry.group, entry.seq)
+                    offered += 1
+        if offered:
+            self._changed()
+        return offered
 
     def settle_all(self) -> None:
         """`settle` for everyone who took a batch."""

@@ -41,6 +41,8 @@ Routing = NDArray[np.uint8] | NDArray[np.uint16]
 TEMPLATES_MAX = 4096
 #: The smallest class of text sizes; classes double, so a template serves many texts.
 _TEXT_CLASS_MIN = 64
+#: Decimal digits in which counts stand in the metadata; patched in place.
+_DIGITS = 10
 #: End of stream mark; whole payload, n, body_at, n_routed; layers, top_k, itemsize, n_before;
 #: text_at, text_nbytes, before_at; magic.
 _TRAILER = struct.Struct("<8s QIII HHHH III 8s")
@@ -102,47 +104,109 @@ class _Template:
     body_nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """A template made ready for all segments of the same key: only text and `routed_before`
+    vary.
+    """
+
+    head: bytes
+    batch_message: bytes
+    text_at: int
+    text_nbytes_at: int
+    before_at: int
+    routing_tail: bytes
+    trailer: bytes
+
+
+#: Frames by (tokens, routing, rows before, known rows, text class); emptied when it is full.
+_FRAMES: dict[tuple[Any, ...], _Frame] = {}
+FRAMES_MAX = 8192
+
+
 def encode(segment: Segment) -> Sequence[Any]:
     """The segment as buffers whose concatenation is one Arrow IPC stream."""
     text = segment.text.encode()
-    shape = _shape_of(segment, len(text))
-    template = _template(shape)
-    if template is None:
-        return _encode_by_pyarrow(segment)
-    head = bytearray(template.schema_message)
-    head[template.text_at : template.text_at + len(text)] = text
-    _patch(head, template.text_nbytes_at, b"%010d" % len(text))
-    _patch(head, template.n_routed_at, b"%010d" % segment.n_routed)
-    if shape.before:
-        assert segment.routed_before is not None
-        _patch(head, template.before_at, segment.routed_before.tobytes())
-    body_at = len(head) + len(template.batch_message)
-    parts: list[Any] = [head, template.batch_message]
-    odd = segment.token_ids.nbytes % 8 != 0
-    for column in (segment.token_ids, segment.labels, segment.logprobs, segment.model_steps):
-        parts.append(column)
-        if odd:
-            parts.append(_PADDING[:4])
-    if segment.routed_experts is not None:
-        parts += _routing_parts(segment.routed_experts, shape.n)
-    parts.append(
-        _TRAILER.pack(
-            _END_OF_STREAM,
-            body_at + template.body_nbytes + _TRAILER.size,
-            shape.n,
-            body_at,
-            segment.n_routed,
-            shape.layers,
-            shape.top_k,
-            shape.itemsize,
-            shape.before,
-            template.text_at,
-            len(text),
-            template.before_at,
-            _MAGIC,
-        )
+    n_text = len(text)
+    routed, before = segment.routed_experts, segment.routed_before
+    # Inserting is on the path of every turn: one lookup, then a copy of the head to patch.
+    key = (
+        segment.token_ids.size,
+        None if routed is None else (routed.shape, routed.itemsize),
+        0 if before is None else len(before),
+        segment.n_routed,
+        _text_class(n_text),
     )
+    frame = _FRAMES.get(key)
+    if frame is None:
+        template = _template(_shape_of(segment, n_text))
+        if template is None:
+            return _encode_by_pyarrow(segment)
+        frame = _keep(key, _frame_of(template, segment))
+    head = bytearray(frame.head)
+    head[frame.text_at : frame.text_at + n_text] = text
+    head[frame.text_nbytes_at : frame.text_nbytes_at + _DIGITS] = b"%010d" % n_text
+    if before is not None:
+        rows = before.tobytes()
+        head[frame.before_at : frame.before_at + len(rows)] = rows
+    trailer = frame.trailer + n_text.to_bytes(4, "little") + _MAGIC
+    columns = segment.token_ids, segment.labels, segment.logprobs, segment.model_steps
+    if segment.token_ids.size & 1:
+        a, b, c, d = columns
+        pad = _PADDING[:4]
+        parts: list[Any] = [head, frame.batch_message, a, pad, b, pad, c, pad, d, pad]
+    else:
+        parts = [head, frame.batch_message, *columns]
+    if routed is not None:
+        if len(routed):
+            parts.append(routed if routed.flags.c_contiguous else np.ascontiguousarray(routed))
+        if frame.routing_tail:
+            parts.append(frame.routing_tail)
+    parts.append(trailer)
     return parts
+
+
+def _keep(key: tuple[Any, ...], frame: _Frame) -> _Frame:
+    if len(_FRAMES) >= FRAMES_MAX:
+        _FRAMES.clear()
+    _FRAMES[key] = frame
+    return frame
+
+
+def _frame_of(template: _Template, segment: Segment) -> _Frame:
+    """The template with everything patched that is the same for all segments of one key."""
+    shape = _shape_of(segment, 0)
+    head = bytearray(template.schema_message)
+    at = template.n_routed_at
+    head[at : at + _DIGITS] = b"%010d" % segment.n_routed
+    body_at = len(head) + len(template.batch_message)
+    tail = b""
+    if segment.routed_experts is not None:
+        tail = bytes(_routing_tail(segment.routed_experts, shape.n))
+    trailer = _TRAILER.pack(
+        _END_OF_STREAM,
+        body_at + template.body_nbytes + _TRAILER.size,
+        shape.n,
+        body_at,
+        segment.n_routed,
+        shape.layers,
+        shape.top_k,
+        shape.itemsize,
+        shape.before,
+        template.text_at,
+        template.before_at,
+        0,
+        _MAGIC,
+    )
+    return _Frame(
+        head=bytes(head),
+        batch_message=template.batch_message,
+        text_at=template.text_at,
+        text_nbytes_at=template.text_nbytes_at,
+        before_at=template.before_at,
+        routing_tail=tail,
+        trailer=trailer[: -len(_MAGIC) - 4],
+    )
 
 
 def view(whole: memoryview) -> Columns | None:
@@ -164,8 +228,8 @@ def view(whole: memoryview) -> Columns | None:
         itemsize,
         n_before,
         text_at,
-        text_nbytes,
         before_at,
+        text_nbytes,
         magic,
     ) = _TRAILER.unpack_from(whole, len(whole) - _TRAILER.size)
     if magic != _MAGIC or nbytes > len(whole):
@@ -204,9 +268,7 @@ def to_batch(segment: Segment) -> pa.RecordBatch:
         for column in (segment.token_ids, segment.labels, segment.logprobs, segment.model_steps)
     ]
     if segment.routed_experts is not None:
-        flat = b"".join(
-            memoryview(p).cast("B") for p in _routing_parts(segment.routed_experts, shape.n)
-        )
+        flat = _routing_bytes(segment.routed_experts, shape.n)
         unpadded = shape.n * shape.layers * shape.top_k * segment.routed_experts.itemsize
         values = pa.Array.from_buffers(
             pa.from_numpy_dtype(segment.routed_experts.dtype),
@@ -254,10 +316,17 @@ def read(batch: pa.RecordBatch) -> Columns:
     )
 
 
+def _text_class(text_nbytes: int) -> int:
+    """The power of two, at least the smallest class, that holds the text."""
+    return (
+        max(_TEXT_CLASS_MIN, 1 << (text_nbytes - 1).bit_length())
+        if text_nbytes
+        else _TEXT_CLASS_MIN
+    )
+
+
 def _shape_of(segment: Segment, text_nbytes: int) -> _Shape:
-    text_class = _TEXT_CLASS_MIN
-    while text_class < text_nbytes:
-        text_class *= 2
+    text_class = _text_class(text_nbytes)
     routed = segment.routed_experts
     if routed is None:
         return _Shape(len(segment), None, 0, 0, 0, text_class)
@@ -267,20 +336,15 @@ def _shape_of(segment: Segment, text_nbytes: int) -> _Shape:
     return _Shape(len(segment), name, layers, top_k, before, text_class)
 
 
-def _routing_parts(routed: Routing, n: int) -> list[Any]:
-    """Rows of all n tokens (a missing last row is zero), padded to 8 bytes as Arrow wants."""
-    parts: list[Any] = [np.ascontiguousarray(routed)] if len(routed) else []
+def _routing_tail(routed: Routing, n: int) -> int:
+    """Bytes behind the known rows: a missing last row as zeros, and padding to 8 as Arrow wants."""
     _, layers, top_k = routed.shape
     row_nbytes = layers * top_k * routed.itemsize
-    missing = (n - len(routed)) * row_nbytes
-    tail = missing + -(n * row_nbytes) % 8
-    if tail:
-        parts.append(bytes(tail))
-    return parts
+    return (n - len(routed)) * row_nbytes + -(n * row_nbytes) % 8
 
 
-def _patch(head: bytearray, at: int, value: bytes) -> None:
-    head[at : at + len(value)] = value
+def _routing_bytes(routed: Routing, n: int) -> bytes:
+    return routed.tobytes() + bytes(_routing_tail(routed, n))
 
 
 def _tensor_type(shape: _Shape) -> pa.FixedShapeTensorType:
@@ -380,7 +444,7 @@ def _same_as_pyarrow(shape: _Shape, template: _Template) -> bool:
         for column in (sample.token_ids, sample.labels, sample.logprobs, sample.model_steps)
     )
     if sample.routed_experts is not None:
-        body += b"".join(bytes(p) for p in _routing_parts(sample.routed_experts, shape.n))
+        body += _routing_bytes(sample.routed_experts, shape.n)
     stream = template.schema_message + template.batch_message + body
     batch = pa.ipc.open_stream(pa.py_buffer(stream)).read_next_batch()
     columns = [column.to_pylist() for column in batch.columns[:4]]

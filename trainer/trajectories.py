@@ -27,8 +27,8 @@ async def write_trajectories(
 
 
 def _write(folder: RunFolder, train_step: int, batch: Batch, traces: TraceStore) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     rows = [_row(group, rollout, traces) for group in batch.groups for rollout in group.rollouts]
     folder.trajectories.mkdir(exist_ok=True)

@@ -31,7 +31,8 @@ double now_ns() {
           .count());
 }
 
-// The time of one of `count` calls, once per batch.
+// The time of one of `count` calls, once per batch. Batches are shorter than a scheduler's time
+// slice, so that on a busy machine the median is still one of undisturbed batches.
 template <class Body>
 std::vector<double> sample_ns(int batches, int count, Body body) {
   std::vector<double> times;
@@ -73,18 +74,18 @@ void floors(Report& report, bool quick) {
       ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   EXPECT(shared != MAP_FAILED);
   auto* const word = static_cast<std::atomic<std::uint32_t>*>(shared);
-  report.floor("atomic add", sample_ns(21, 100000, [&] { word->fetch_add(1); }));
+  report.floor("atomic add", sample_ns(201, 2000, [&] { word->fetch_add(1); }));
   auto* const mutex = reinterpret_cast<pthread_mutex_t*>(static_cast<char*>(shared) + 256);
   pthread_mutexattr_t attributes;
   ::pthread_mutexattr_init(&attributes);
   ::pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
   ::pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
   ::pthread_mutex_init(mutex, &attributes);
-  report.floor("robust mutex lock+unlock", sample_ns(21, 100000, [&] {
+  report.floor("robust mutex lock+unlock", sample_ns(201, 2000, [&] {
                  ::pthread_mutex_lock(mutex);
                  ::pthread_mutex_unlock(mutex);
                }));
-  report.floor("system call", sample_ns(21, 10000, [] { ::syscall(SYS_getppid); }));
+  report.floor("system call", sample_ns(201, 500, [] { ::syscall(SYS_getppid); }));
   // Two processes, one word: a futex round trip, and a spinning one.
   for (bool spin : {false, true}) {
     word->store(0);
@@ -119,7 +120,7 @@ void floors(Report& report, bool quick) {
 void references(Report& report, Store& store) {
   Hold hold = put(store, 1024, 1);
   Ref const ref = hold.ref();
-  report.core("hold+drop, held already", sample_ns(21, 100000, [&] {
+  report.core("hold+drop, held already", sample_ns(201, 2000, [&] {
                 Hold again;
                 OK(store.hold(ref, again));
               }));
@@ -128,15 +129,15 @@ void references(Report& report, Store& store) {
   OK(store.attach_object("bench", ref, -1, position));
   hold.reset();
   // The first and last reference of this process: the bit in the table changes twice.
-  report.core("hold+drop", sample_ns(21, 100000, [&] {
+  report.core("hold+drop", sample_ns(201, 2000, [&] {
                 Hold first;
                 OK(store.hold(ref, first));
               }));
-  report.core("pin+unpin", sample_ns(21, 100000, [&] {
+  report.core("pin+unpin", sample_ns(201, 2000, [&] {
                 Pin pin;
                 OK(store.pin(ref, Wait{}, pin));
               }));
-  report.core("build+seal+free", sample_ns(21, 20000, [&] {
+  report.core("build+seal+free", sample_ns(201, 500, [&] {
                 Draft draft;
                 OK(store.reserve(1024, Wait{}, draft));
                 Hold mine;
@@ -145,7 +146,7 @@ void references(Report& report, Store& store) {
                 std::uint64_t ended = 0;
                 OK(store.free({&made, 1}, false, ended));
               }));
-  report.core("build+seal+drop", sample_ns(21, 20000, [&] {
+  report.core("build+seal+drop", sample_ns(201, 500, [&] {
                 Draft draft;
                 OK(store.reserve(1024, Wait{}, draft));
                 Hold mine;

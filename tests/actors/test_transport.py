@@ -110,7 +110,7 @@ async def test_nothing_is_unpickled_before_the_greeting_of_this_run(
             attacker.connect(str(path))
             if greeting != "none":
                 version = messages.PROTOCOL_VERSION + (greeting == "wrong version")
-                hello = _HELLO.pack(_MAGIC, version, 99, b"\0" * 32)
+                hello = _HELLO.pack(_MAGIC, version, 99, 1, b"\0" * 32)
                 attacker.sendall(messages.pack(messages.Kind.HELLO, 0, body=hello))
             attacker.sendall(hostile_call(trap))
             attacker.settimeout(5)
@@ -160,7 +160,7 @@ async def test_garbage_on_a_socket_closes_that_link_only(garbage: bytes) -> None
         with socket.socket(socket.AF_UNIX) as attacker:
             attacker.connect(str(path))
             hello = _HELLO.pack(
-                _MAGIC, messages.PROTOCOL_VERSION, 99,
+                _MAGIC, messages.PROTOCOL_VERSION, 99, 1,
                 bytes.fromhex(rt._supervisor._config.token),  # type: ignore[union-attr]
             )  # fmt: skip
             attacker.sendall(messages.pack(messages.Kind.HELLO, 0, body=hello) + garbage)
@@ -233,3 +233,57 @@ async def test_a_frame_survives_any_split_of_the_stream() -> None:
     assert got == frames
     link.close()
     theirs.close()
+
+
+async def test_a_link_that_breaks_between_living_processes_is_made_anew() -> None:
+    async with actors.Runtime() as rt:
+        service = await rt.spawn(Service)
+        caller = await rt.spawn(Breaker, service)
+        assert await caller.add() == 1
+        with pytest.raises(actors.ActorDied, match="link to its process broke"):
+            await asyncio.wait_for(caller.break_link_in_flight(), 5)
+        assert await asyncio.wait_for(caller.add(), 5) == 2
+
+
+class Breaker(Caller):
+    async def add(self, n: int = 1) -> int:
+        total: int = await self.service.add(n)
+        return total
+
+    async def break_link_in_flight(self) -> None:
+        waiting = self.service.forever()
+        await self.service.add(0)
+        link = self.service._peer.link
+        assert link is not None
+        link.close()
+        await waiting
+
+
+async def test_an_object_hosted_by_an_actor_is_called_by_another_and_ends_with_its_host() -> None:
+    async with actors.Runtime() as rt:
+        host = await rt.spawn(Landlord)
+        await host.open("guest")
+        guest = await rt.lookup("guest")
+        caller = await rt.spawn(Caller, guest)
+        assert await caller.add(3) == 3
+        assert await guest.add(1) == 4
+        await host.kill()
+        with pytest.raises(actors.ActorDied, match="host"):
+            await asyncio.wait_for(guest.add(1), 5)
+
+
+class Landlord:
+    async def open(self, name: str) -> None:
+        await actors.current().runtime.host(Service(), name=name)
+
+
+async def test_a_hosted_object_can_be_taken_away_and_its_name_given_again() -> None:
+    async with actors.Runtime() as rt:
+        one, two = Service(), Service()
+        first = await rt.host(one, name="books")
+        assert await first.add(1) == 1
+        await first.stop()
+        with pytest.raises(actors.ActorDied, match="no longer hosted"):
+            await first.add(1)
+        second = await rt.host(two, name="books")
+        assert await second.add(5) == 5

@@ -91,6 +91,15 @@ def test_doctor_finds_and_removes_what_a_killed_run_left(
     assert os.listdir(folder) == []
 
 
+def test_doctor_removes_what_a_killed_create_left_without_a_name(tmp_path: Path) -> None:
+    leftover = tmp_path / f"shmrl-{os.getuid()}-half~lock"
+    leftover.write_bytes(b"")
+    assert Store.list(directory=str(tmp_path)) == []
+    assert [arena.condition for arena in doctor.survey(directory=str(tmp_path))] == ["unreadable"]
+    assert [arena.path for arena in doctor.clean(directory=str(tmp_path))] == [str(leftover)]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_doctors_command_reports_debris_by_its_exit_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

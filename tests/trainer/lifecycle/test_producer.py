@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmstore import Store
+from shmstore import Store, StoreFull
+from shmstore.testing import temporary_store
 from tests.trainer.lifecycle.kit import CountingJudge, Desk, OneTurn, TwoTurns, desk
 from trainer.engine.protocol import GenerateRequest, Generation, WeightsVersion
 from trainer.engine.scripted import Script, ScriptedEngine, routing_of
@@ -488,3 +489,23 @@ def test_a_producer_that_was_taken_for_dead_ends_with_the_cause(store: Store) ->
                 await running
 
     run_virtual(main())
+
+
+def _fill(store: Store, session_id: str, size: int) -> None:
+    while True:
+        store.put(bytes(size), session=session_id)
+
+
+async def test_a_full_arena_is_waited_for_and_fails_no_rollout() -> None:
+    with temporary_store("4MiB") as store:
+        store.sessions.open("ballast", owner="somebody")
+        for size in (1 << 16, 64):
+            with pytest.raises(StoreFull):
+                _fill(store, "ballast", size)
+        async with desk(store, script=Script(), dispatch=WIDE) as made:
+            taking = asyncio.create_task(made.train(1))
+            done, _ = await asyncio.wait([taking], timeout=0.3)
+            assert not done
+            store.sessions.release_owned("somebody")
+            await asyncio.wait_for(taking, 30)
+            assert made.producer.report().errors == {}

@@ -381,7 +381,7 @@ async def test_a_lent_group_is_produced_once_however_often_it_is_handed_in(
     assert (report.produced_samples, report.produced_tokens) == (2, 12)
 
 
-async def test_a_lost_rollout_shows_in_the_books_with_every_counter(
+async def test_L26_a_lost_rollout_shows_in_the_books_with_every_counter(
     store: Store, traces: TraceStore
 ) -> None:
     buffer = ReplayBuffer(store)

@@ -392,6 +392,19 @@ async def test_L07_a_killed_learner_loses_nothing_and_nothing_is_trained_twice(
     assert buffer.accounts.ledger.task("math").trained == 6
 
 
+async def test_L07_without_being_told_the_next_take_finds_what_a_dead_learner_had(
+    store: Store, producer: Player
+) -> None:
+    buffer = ReplayBuffer(store)
+    with Player(store, L, heir="replay") as first:
+        batch = await _batch_for(buffer, producer, ["g0", "g1"], take=2)
+        first.puppet.kill()
+    again = await buffer.take({"math": 2}, train_step=1, owner="learner-2", timeout=10)
+    assert again.groups == batch.groups
+    assert store.sessions.list("learner-2") == list(batch.session_ids)
+    buffer.check_books()
+
+
 async def test_L12_a_killed_producer_leaves_no_session_and_its_groups_in_the_buffer_stay(
     store: Store,
 ) -> None:

@@ -62,3 +62,29 @@ def test_L27_processes_killed_one_after_the_other_at_random_do_not_stop_a_run(
     assert result.summary["restarts"] == dict.fromkeys(victims, 1)
     assert result.summary["ledger"]["trained"] == 60 * 16
     runs.check_clean(result, run.name)
+
+
+@pytest.mark.parametrize("victim", ["learner", "producer"])
+def test_a_part_that_is_not_started_again_ends_the_run_with_the_cause(
+    tmp_path: Path, victim: str
+) -> None:
+    run = runs.start(tmp_path, *LONG, "schedule.steps=5000", "faults.restarts_max=0")
+    run.wait_for_step(2)
+    run.kill(victim)
+    result = run.result()
+    assert result.status == 1, result.stderr
+    assert victim in result.summary["error"]
+    runs.check_clean(result, run.name)
+
+
+def test_a_learner_that_stands_still_is_told_by_the_watchdog_and_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    run = runs.start(tmp_path, *LONG, "schedule.steps=5000", "faults.no_progress_s=5")
+    run.wait_for_step(2)
+    run.wait_for_process("learner").suspend()
+    result = run.result()
+    assert result.status == 1, result.stderr
+    assert "nothing moved for" in result.summary["error"]
+    assert "train step" in result.summary["error"]
+    runs.check_clean(result, run.name)

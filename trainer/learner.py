@@ -304,7 +304,9 @@ class Learner:
         lengths = [int(item.positions[-1]) for item in items]
         if not self.config.share_prompts:
             return pack_in_passes(lengths, self.config.micro_tokens)
-        keys = [share_key(item.trace, item.positions, routing=routing) for item in items]
+        keys = [
+            share_key(item.trace, item.positions, self.device, routing=routing) for item in items
+        ]
         return shared_passes(
             [index if key is None else key for index, key in enumerate(keys)],
             [int(item.positions[0]) for item in items],

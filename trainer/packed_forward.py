@@ -33,9 +33,9 @@ __all__ = [
     "trained_positions",
 ]
 
-_SHARED_LENGTH_MAX = 4096
-"""Tokens of a trace that shares its prompt: its attention needs a mask, whose cost grows with the
-square of the length, where a whole sequence needs none."""
+_SHARED_LENGTH_MAX = {"cpu": 4096, "cuda": 512}
+"""Tokens of a trace that shares its prompt. Its attention needs a mask where a whole sequence needs
+none; with one, CUDA's kernels hold all scores in memory, the square of the length."""
 
 
 class RoutingMissing(TrainerError):
@@ -75,13 +75,13 @@ class _Placed:
 
 
 def share_key(
-    trace: Trace, positions: NDArray[np.int64], *, routing: bool
+    trace: Trace, positions: NDArray[np.int64], device: torch.device, *, routing: bool
 ) -> tuple[bytes, bytes] | None:
     """Traces with an equal key may share the tokens before their first trained one: the same
     tokens through the same experts. None: a trace too long to share (see `_SHARED_LENGTH_MAX`).
     """
     head = int(positions[0])
-    if len(trace) > _SHARED_LENGTH_MAX:
+    if len(trace) > _SHARED_LENGTH_MAX.get(device.type, 0):
         return None
     routed = trace.routed_experts if routing else None
     return trace.token_ids[:head].tobytes(), b"" if routed is None else routed[:head].tobytes()
@@ -133,7 +133,7 @@ class PackedTraces:
         """
         groups: dict[object, list[int]] = {}
         for index, (trace, trained) in enumerate(pairs):
-            key = share_key(trace, trained, routing=routing) if share else None
+            key = share_key(trace, trained, device, routing=routing) if share else None
             groups.setdefault(index if key is None else key, []).append(index)
         # A head that nobody shares is the whole trace, which needs no mask in attention.
         heads = [

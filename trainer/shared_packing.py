@@ -20,7 +20,7 @@ from trainer.packing import PackedLayout, pack_in_passes
 
 __all__ = ["SharedLayout", "Tail", "shared_passes"]
 
-_MASK_ELEMENTS_MAX = 1 << 26
+_MASK_ELEMENTS_MAX = 1 << 23
 """Of one block of tails; a longer block is cut."""
 _BLOCK_RATIO = 0.75
 """A block of tails holds none whose length, head included, is below this share of its longest."""

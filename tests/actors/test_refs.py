@@ -46,6 +46,8 @@ class Service:
     def __init__(self, first: Any = None) -> None:
         self.first = first
         self.kept: Any = None
+        self.go_on, self.paused = asyncio.Event(), asyncio.Event()
+        self.go_on.set()
 
     async def total(self, array: np.ndarray[Any, Any]) -> float:
         assert not isinstance(array, ObjectRef)
@@ -82,7 +84,15 @@ class Service:
 
     async def make_stream(self, n: int) -> AsyncIterator[ObjectRef]:
         for i in range(n):
+            await self.go_on.wait()
             yield store_of_this_actor().put(np.full(1000, i))
+
+    async def pause(self) -> None:
+        self.go_on.clear()
+        self.paused.set()
+
+    async def reached_pause(self) -> None:
+        await self.paused.wait()
 
     async def first_total(self) -> float:
         return float(self.first.sum())
@@ -279,6 +289,44 @@ async def test_an_actor_killed_between_two_steps_leaks_nothing(point: str) -> No
         await service.die_at(point)
         assert await asyncio.wait_for(caller.round_trip(), 5) == -1
         await assert_empty_soon(rt)
+
+
+@pytest.mark.parametrize("who", ["actor", "reader"])
+async def test_a_stream_of_refs_that_breaks_off_leaks_nothing(who: str) -> None:
+    async with runtime() as rt:
+        service = await rt.spawn(Service)
+        reader = await rt.spawn(Reader, service)
+        pid = await (service if who == "actor" else reader).pid()
+        reading = reader.read(10_000, stop_at=300)
+        await service.reached_pause.using(group="other")()
+        os.kill(pid, 9)
+        if who == "actor":
+            assert await asyncio.wait_for(reading, 5) >= 300
+        else:
+            with pytest.raises(actors.ActorDied):
+                await asyncio.wait_for(reading, 5)
+        await assert_empty_soon(rt)
+
+
+class Reader:
+    """Reads a stream of refs, keeps what it got, and tells the service when it has had enough."""
+
+    def __init__(self, service: actors.Handle) -> None:
+        self.service = service
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def read(self, n: int, stop_at: int) -> int:
+        kept = []
+        try:
+            async for ref in self.service.make_stream.stream(n):
+                kept.append(ref)
+                if len(kept) == stop_at:
+                    self.service.pause.tell()
+        except actors.ActorDied:
+            return len(kept)
+        return -len(kept)
 
 
 async def test_ten_thousand_refs_leave_nothing_behind() -> None:

@@ -227,6 +227,17 @@ async def test_what_an_actor_started_dies_with_it() -> None:
         assert await asyncio.to_thread(wait_until_gone, [helper], NOTICE_S) == []
 
 
+async def test_dead_actors_leave_no_zombie_behind() -> None:
+    async with actors.Runtime() as rt:
+        victims = [await rt.spawn(Victim) for _ in range(4)]
+        pids = [await victim.pid() for victim in victims]
+        for victim, pid in zip(victims, pids, strict=True):
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(actors.ActorDied):
+                await victim.forever()
+        assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
 async def test_a_stopped_process_times_out_and_can_be_killed() -> None:
     async with actors.Runtime() as rt:
         victim = await rt.spawn(Victim)

@@ -244,6 +244,21 @@ def _write_and_die(state: dict[str, Any], folder: str, n_groups: int, die_at: in
     here.asyncio.run(main())
 
 
+def _fork_and_write(state: dict[str, Any], folder: str, n_groups: int, die_at: int) -> int:
+    """`_write_and_die` in a child of the puppet, which has opened no arena itself; -> how it
+    ended.
+    """
+    from tests.trainer.lifecycle import test_snapshot as here
+
+    child = here.os.fork()
+    if child == 0:
+        try:
+            here._write_and_die({}, folder, n_groups, die_at)
+        finally:
+            here.os._exit(1)
+    return here.os.waitstatus_to_exitcode(here.os.waitpid(child, 0)[1])
+
+
 def test_L24_after_a_kill_at_any_step_the_old_snapshot_is_whole_or_the_new_one_is(
     tmp_path: Path,
 ) -> None:
@@ -253,12 +268,13 @@ def test_L24_after_a_kill_at_any_step_the_old_snapshot_is_whole_or_the_new_one_i
     wanted = {1: ["g0"], 4: ["g0", "g1", "g2", "g3"]}
     seen = set()
     _write_and_die({}, str(tmp_path / "s"), 1, -1)
+    with Puppet() as puppet:
+        for die_at in range(len(steps)):
+            _copy(tmp_path / "s", tmp_path / f"copy-{die_at}")
+            ended = puppet.call(_fork_and_write, str(tmp_path / f"copy-{die_at}"), 4, die_at)
+            assert ended == -signal.SIGKILL
     for die_at in range(len(steps)):
         folder = tmp_path / f"copy-{die_at}"
-        _copy(tmp_path / "s", folder)
-        with Puppet() as puppet:
-            puppet.begin(_write_and_die, str(folder), 4, die_at)
-            assert puppet.wait() == -signal.SIGKILL
         found = asyncio.run(_resumed(folder))
         uids = [group.uid for group, _ in found]
         new = die_at > steps.index("replace marker")

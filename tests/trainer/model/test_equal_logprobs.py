@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.model.families import FAMILIES, MIXTURES, family, sampled_traces
+from tests.trainer.model.families import COMMON, FAMILIES, MIXTURES, SHARPEN, family, sampled_traces
 from trainer.learner import Learner
-from trainer.model_config import LearnerConfig
+from trainer.model_config import LearnerConfig, ModelConfig
+from trainer.models import build_model
 from trainer.packed_forward import RoutingMissing
 from trainer.rollout import Trace
 
@@ -123,6 +124,24 @@ def test_recomputed_layers_meet_the_same_experts() -> None:
         gradients.append([value.detach().clone() for value in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, recomputed, rtol=1e-4, atol=1e-6)
+
+
+def test_more_than_256_experts_are_recorded_in_two_bytes_and_replayed() -> None:
+    settings = {**COMMON, **FAMILIES["qwen3_moe"], "num_experts": 300, "moe_intermediate_size": 16}
+    model, tokenizer = build_model(ModelConfig(config=settings, tokenizer="char"))
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.ndim >= 2:
+                value.mul_(SHARPEN)
+    traces = sampled_traces(model, tokenizer, 16)
+    for trace in traces:
+        assert trace.routed_experts is not None
+        assert trace.routed_experts.dtype == np.uint16
+    assert max(int(trace.routed_experts.max()) for trace in traces) > 255  # type: ignore[union-attr]
+    learner = Learner(model, LearnerConfig())
+    assert _gap(learner.logprobs(traces), traces) < BOUND
+    moved = [replace(t, routed_experts=(t.routed_experts + 1) % 300) for t in traces]  # type: ignore[operator]
+    assert _gap(learner.logprobs(moved), traces) > 0.05
 
 
 def test_a_trace_without_routing_is_an_error_when_replay_is_on() -> None:

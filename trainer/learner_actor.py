@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import Config, resolved_section
 from trainer.engine.protocol import WeightsVersion
 from trainer.environments.warmup_pairs import WarmupPairs
-from trainer.errors import TrainerError
+from trainer.errors import NotStarted, TrainerError
 from trainer.learner_state import LearnerStates
 from trainer.placement import Cores, rest_device
 from trainer.rollout import Group, Rollout, Trace
@@ -142,17 +142,17 @@ class LearnerActor:
     @property
     def _ready(self) -> Learner:
         if self._learner is None:
-            raise TrainerError("the learner was asked to work before start()")
+            raise NotStarted("the learner was asked to work before start()")
         return self._learner
 
     # -- training --------------------------------------------------------------------------------
 
     def train(self, groups: Sequence[Group], train_step: int) -> StepDone:
         """One train step on groups whose sessions `learner` holds; afterwards they are released."""
-        began = time.perf_counter()
+        learner, began = self._ready, time.perf_counter()
         traces, advantages, rewards, rollout_ids = self._read(groups, train_step)
         read_s = time.perf_counter() - began
-        metrics = self._ready.train_step(
+        metrics = learner.train_step(
             traces,
             advantages,
             rollout_ids=rollout_ids,
@@ -164,7 +164,7 @@ class LearnerActor:
         ids = [sid for group in groups for sid in group.session_ids]
         record = {"train_step": train_step, "metrics": metrics}
         if self._config.checkpoint.recovery == "arena":
-            self._states.keep(train_step, self._ready.state_arrays(), record)
+            self._states.keep(train_step, learner.state_arrays(), record)
         keep_s = time.perf_counter() - done
         released = self._store.sessions.release(ids, owner=LEARNER_OWNER)
         metrics = {
@@ -227,10 +227,10 @@ class LearnerActor:
         """Puts the weights into the arena as one object, in a session of the owner `weights`."""
         from trainer.weights import publish
 
-        session = weights_session(model_step)
+        learner, session = self._ready, weights_session(model_step)
         self._store.sessions.release([session], owner=WEIGHTS_OWNER)  # of a death in the middle
         self._store.sessions.open(session, owner=WEIGHTS_OWNER)
-        return publish(self._ready.model, self._store, model_step, session=session)
+        return publish(learner.model, self._store, model_step, session=session)
 
     def save(self, folder: str, train_step: int) -> None:
         """Model, optimizer and counters for a resume, as safetensors and JSON."""

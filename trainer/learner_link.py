@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors import ActorDied
 from trainer.engine.protocol import WeightsVersion
-from trainer.errors import PartFailed
+from trainer.errors import NotStarted, PartFailed
 from trainer.learner_actor import (
     LEARNER_OWNER,
     WEIGHTS_OWNER,
@@ -66,7 +66,7 @@ class LearnerLink:
         while True:
             try:
                 done: StepDone = await self._handle.train(groups, train_step)
-            except ActorDied as death:
+            except (ActorDied, NotStarted) as death:
                 found = await self._after_death_in_step(groups, train_step, death)
                 if found is None:
                     continue
@@ -75,7 +75,7 @@ class LearnerLink:
             return done
 
     async def _after_death_in_step(
-        self, groups: Sequence[Group], train_step: int, death: ActorDied
+        self, groups: Sequence[Group], train_step: int, death: Exception
     ) -> StepDone | None:
         """The step's result when it was done before the death; None when it has to be done
         again.
@@ -88,11 +88,13 @@ class LearnerLink:
             released = sessions.release(ids, owner=_BUFFER_OWNER)
             released += sessions.release(ids, owner=LEARNER_OWNER)
             return StepDone(train_step, dict(kept.record["metrics"]), len(released))
-        # They fell to the heir when the process died; the same batch is trained again.
-        sessions.transfer(ids, src=_BUFFER_OWNER, dst=LEARNER_OWNER, strict=True)
+        # They fell to the heir when the process died, or are the learner's still when it died
+        # before
+        # they were taken; either way the same batch is trained again.
+        sessions.transfer(ids, src=_BUFFER_OWNER, dst=LEARNER_OWNER, strict=False)
         return None
 
-    async def _revive(self, death: ActorDied) -> None:
+    async def _revive(self, death: Exception) -> None:
         """A new learner with the state of the last finished step. Raises PartFailed without one."""
         self.restarts += 1
         self._note(f"learner died ({death}); it goes on from its state in the arena")
@@ -136,7 +138,7 @@ class LearnerLink:
         while True:
             try:
                 return await call()
-            except ActorDied as death:
+            except (ActorDied, NotStarted) as death:
                 if revive:
                     await self._revive(death)
                 elif self._handle.state == "dead":

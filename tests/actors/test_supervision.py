@@ -18,7 +18,7 @@ import actors
 
 from .conftest import death_is_known, is_alive, wait_until_gone
 
-# A death must reach a waiting caller within this (issue: "within a second").
+# A death must reach a waiting caller within this: docs/actors.md says a second.
 NOTICE_S = 1.0
 
 

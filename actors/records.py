@@ -40,7 +40,8 @@ class Restart:
 class Event:
     """What happened to an actor.
 
-    `kind`: started, died, restarted, gave_up (too many deaths in the window), stopped.
+    `kind`: started, died, restarted, gave_up (after the last `died`: too many in the window),
+    stopped.
     """
 
     kind: str
@@ -56,9 +57,9 @@ class Event:
     @property
     def final(self) -> bool:
         """No other event of this actor will follow."""
-        return self.kind in ("stopped", "gave_up") or (self.kind == "died" and not self.restarts)
+        return self.kind in ("stopped", "gave_up") or (self.kind == "died" and not self.more)
 
-    restarts: bool = False  # died, and will be started again
+    more: bool = False  # died, and an event says what becomes of it: restarted or gave_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +133,10 @@ class Record:
             self.stderr_tail,
         )  # fmt: skip
 
-    def event(self, kind: str, *, restarts: bool = False) -> Event:
+    def event(self, kind: str, *, more: bool = False) -> Event:
         return Event(
             kind, self.spec.name, self.uid, self.incarnation, self.pid, self.reason,
-            self.exit_code, self.stderr_tail, restarts=restarts,
+            self.exit_code, self.stderr_tail, more=more,
         )  # fmt: skip
 
 

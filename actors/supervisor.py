@@ -294,7 +294,7 @@ class Supervisor:
             self._bury(record, None if record.first_start else "died")
         elif self._may_restart(record):
             self._set_state(record, State.RESTARTING)
-            self._tell("died", record, restarts=True)
+            self._tell("died", record, more=True)
             record.pid = 0
             self._start_task(self._restart(record))
         else:
@@ -326,6 +326,7 @@ class Supervisor:
     def _give_up(self, record: Record) -> None:
         policy = record.spec.restart
         assert policy is not None
+        self._tell("died", record, more=True)
         record.reason = (
             f"it died more than {policy.max} times within {policy.within:g} s, the last time:"
             f" {record.reason}"
@@ -466,8 +467,8 @@ class Supervisor:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _tell(self, kind: str, record: Record, *, restarts: bool = False) -> None:
-        event = record.event(kind, restarts=restarts)
+    def _tell(self, kind: str, record: Record, *, more: bool = False) -> None:
+        event = record.event(kind, more=more)
         for uid, events in self._watchers:
             if uid in (None, record.uid):
                 if events.full():

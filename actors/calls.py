@@ -176,9 +176,13 @@ class BlockingCall(_Call):
         if not arrived:
             self._node.call_threadsafe(self._node.abandon, self.call_id)
             raise CallTimeout(f"{self.label} did not answer within {timeout_s} s")
-        if self._error is not None:
-            raise self._error
-        return self._value
+        error, self._error = self._error, None
+        if error is None:
+            return self._value
+        try:
+            raise error
+        finally:
+            del error  # or this frame and the error would hold each other
 
 
 class StreamState(_Call):
@@ -244,9 +248,15 @@ class Stream:
                 self._node.grant(state, self._taken)
                 self._taken = 0
             return state.items.popleft()
-        if state.error is not None:
-            raise state.error
-        raise StopAsyncIteration
+        error, state.error = state.error, None
+        if error is None:
+            raise StopAsyncIteration
+        try:
+            raise error
+        finally:
+            # The traceback holds this frame: without this the frame would hold the error in turn,
+            # and everything its caller has in its variables would wait for the garbage collector.
+            del error, state
 
     async def aclose(self) -> None:
         """Cancel the generator now."""

@@ -16,7 +16,6 @@ import importlib.util
 import inspect
 import logging
 import os
-import random
 import resource
 import socket
 import sys
@@ -100,7 +99,6 @@ def _set_up_process(request: dict[str, Any]) -> None:
         os.sched_setaffinity(0, request["cpus"])
     if request["memory_bytes"]:
         resource.setrlimit(resource.RLIMIT_AS, (request["memory_bytes"],) * 2)
-    random.seed()
     if "numpy" in sys.modules:  # the template's state would be the same in every actor
         sys.modules["numpy"].random.seed()
 

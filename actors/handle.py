@@ -8,7 +8,6 @@ from the node's loop, from other loops and from plain threads of the process.
 from __future__ import annotations
 
 import asyncio
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -92,6 +91,8 @@ class Handle:
         """The method of this name. Raises NoSuchMethod, with the nearest names that there are."""
         flags = self._methods.get(name)
         if flags is None:
+            import difflib
+
             near = difflib.get_close_matches(name, self._methods, 3) or sorted(self._methods)
             raise NoSuchMethod(
                 f"actor {self._name!r} ({self._class_name}) has no public method {name!r};"

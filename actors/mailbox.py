@@ -348,6 +348,7 @@ class LocalActor:
             failure = error
         with contextlib.suppress(RuntimeClosed):  # the run ended meanwhile: nobody waits
             self._node.call_threadsafe(self._thread_done, call, encoded, failure)
+        failure = None  # its traceback holds this frame, and with it the call's arguments
 
     def _run_sync_stream(self, call: Inbound) -> None:
         if call.method.shape is not Shape.SYNC_STREAM:

@@ -10,7 +10,7 @@ import asyncio
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .codec import Blob
@@ -120,6 +120,10 @@ class Record:
     @property
     def alive(self) -> bool:
         return self.state != State.DEAD
+
+    def forget_arguments(self) -> None:
+        """It will not be started again: what `__init__` was given may go, refs included."""
+        self.spec = replace(self.spec, blob=Blob(b""))
 
     def notice(self) -> Notice:
         return Notice(

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import socket
 import stat
 from pathlib import Path
@@ -76,7 +75,7 @@ class RunDir:
     def remove(self, *, keep_sockets: bool = False) -> None:
         """Take the directory away; with detached actors alive only the lock is given up."""
         if not keep_sockets:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
         os.close(self._lock)
 
 
@@ -94,11 +93,18 @@ def sweep() -> list[str]:
             continue
         else:
             if not any(map(_listens, path.glob("a*.sock"))):  # no detached actor lives there
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
                 removed.append(path.name)
         finally:
             os.close(lock)
     return removed
+
+
+def _remove(folder: Path) -> None:
+    """Sockets, the lock and the folder; there is nothing else in it."""
+    for path in folder.iterdir():
+        path.unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def _listens(path: Path) -> bool:

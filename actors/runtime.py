@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -67,7 +66,7 @@ class Runtime(Client):
         if not stop_timeout > 0:
             raise UsageError(f"stop_timeout must be a positive time in s, got {stop_timeout}")
         self.name = check_name(
-            "the name of a run", name or f"run-{os.getpid()}-{secrets.token_hex(3)}"
+            "the name of a run", name or f"run-{os.getpid()}-{os.urandom(3).hex()}"
         )
         self._store_option = store
         self._book = Book(gpus, cpus)
@@ -109,7 +108,7 @@ class Runtime(Client):
         spawner.start()  # first: it warms up on another core while we go on
         self._spawner = spawner
         store = self.store = self._open_store()
-        token = secrets.token_bytes(_TOKEN_BYTES)
+        token = os.urandom(_TOKEN_BYTES)
         keys: tuple[str, str] | None = None
         if self._transport == "tcp":
             from .zmq_lane import new_keys

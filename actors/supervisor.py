@@ -99,9 +99,9 @@ class Supervisor:
             except TimeoutError:
                 pass  # said below, with the names that there are
             finally:
-                waiting = self._named.get(name, [])
-                if waiter in waiting:
-                    waiting.remove(waiter)
+                left = [w for w in self._named.pop(name, []) if w is not waiter]
+                if left:
+                    self._named[name] = left
         if name not in self.names:
             there = ", ".join(sorted(self.names)) or "none"
             raise NoSuchActor(f"this run has no actor named {name!r}; there are: {there}")
@@ -220,6 +220,8 @@ class Supervisor:
             raise make_remote_error(
                 error.cause, error.remote_type, str(error), error.remote_traceback, InitFailed
             ) from None
+        if spec.restart is None:
+            record.forget_arguments()
         self._set_state(record, State.UP)
 
     def _request(self, record: Record) -> dict[str, Any]:
@@ -359,6 +361,7 @@ class Supervisor:
             record.book = None
         for pump in record.pumps:
             pump.close()
+        record.forget_arguments()
         self._set_state(record, State.DEAD)
         if kind is not None:
             self._tell(kind, record)

@@ -9,7 +9,6 @@ lifeline too: when the driver is gone, it kills every process group that is not 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -30,6 +29,8 @@ def main(fd: int, preload: list[str]) -> None:
     """Serve until the driver closes its end or dies."""
     sock = socket.socket(fileno=fd)
     os.set_inheritable(fd, False)
+    import ctypes  # here, because the driver imports this module for its constants
+
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NAME, b"shmrl-template")
     from . import child
@@ -41,7 +42,7 @@ def main(fd: int, preload: list[str]) -> None:
 
 
 class _Template:
-    def __init__(self, sock: socket.socket, libc: ctypes.CDLL) -> None:
+    def __init__(self, sock: socket.socket, libc: Any) -> None:
         self._sock = sock
         self._libc = libc
         self._pid = os.getpid()

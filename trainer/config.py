@@ -219,7 +219,7 @@ class EvalConfig:
     every: int = _opt(0, "Train steps between evaluations; 0: only first and last.", ge=0)
     prompts: int = _opt(64, "Held-out prompts, over all tasks; 0 turns evaluation off.", ge=0)
     rollouts_per_prompt: int = _opt(1, "Rollouts of each.", ge=1)
-    temperature: float = _opt(1.0, "Sampling temperature.", gt=0)
+    temperature: float = _opt(1.0, "Sampling temperature; 0 is greedy.", ge=0)
     timeout_s: float = _opt(600.0, "Limit for one evaluation.", gt=0)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from shmstore import ObjectFreed
 from trainer.engine.protocol import (
     Engine,
     EngineInfo,
@@ -132,15 +133,20 @@ class EngineRouter:
 
     async def up(self, name: str, weights: WeightsVersion) -> None:
         """Replica `name` runs: give it the current weights, then let requests in."""
-        current = self._weights or weights
-        if current.model_step < weights.model_step:
-            current = self._weights = weights
-        try:
-            await self._engines[name].load_weights(current, "pause")
-        except self._lost:
-            return
-        if self._weights is None:
-            self._weights = current
+        if self._weights is None or self._weights.model_step < weights.model_step:
+            self._weights = weights
+        while True:
+            sent = self._weights
+            try:
+                await self._engines[name].load_weights(sent, "pause")
+            except self._lost:
+                return
+            except ObjectFreed:
+                if sent is self._weights:
+                    raise
+                continue  # retired while it was on the way: there is a newer version
+            if sent is self._weights:
+                break
         async with self._changed:
             self._up.add(name)
             self._changed.notify_all()

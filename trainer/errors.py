@@ -1,4 +1,7 @@
-"""Every error that the trainer raises on purpose, as one tree.
+"""The tree of errors that the trainer raises on purpose.
+
+An error that one module alone raises is defined there and derives from this tree; docs/errors.md
+names all of them and says what to do.
 
 ::
 
@@ -19,6 +22,7 @@
     │   ├── ToolError
     │   └── JudgeError
     ├── LearnerLost                   the learner died in a step; a successor is ready (L07)
+    ├── NotStarted                    a process that has just been started again is not ready yet
     ├── StalenessError                nothing usable can be produced, nothing trained (L23)
     ├── NoProgress                    nothing moved; lists what everybody waits for
     ├── LedgerError                   the books do not balance; states every counter (L26)
@@ -41,6 +45,7 @@ __all__ = [
     "LearnerLost",
     "LedgerError",
     "NoProgress",
+    "NotStarted",
     "PartFailed",
     "PutTimeout",
     "ReplayError",
@@ -161,6 +166,12 @@ class ToolError(RolloutError):
 
 class JudgeError(RolloutError):
     """A judge raised, timed out, or returned something that is not a finite number."""
+
+
+class NotStarted(TrainerError):
+    """A process of the run died unseen and its successor has not been told to start: like a death,
+    the call has done nothing.
+    """
 
 
 class LearnerLost(TrainerError):

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import Config, resolved_section
 from trainer.engine.protocol import WeightsVersion
 from trainer.environments.warmup_pairs import WarmupPairs
-from trainer.errors import TrainerError
+from trainer.errors import NotStarted, TrainerError
 from trainer.learner_state import LearnerStates
 from trainer.placement import Cores, rest_device
 from trainer.rollout import Group, Rollout, Trace
 from trainer.staleness import mask_stale_labels
 
 if TYPE_CHECKING:
+    from actors import Handle
     from shmstore import Store
     from trainer.learner import Learner
 
@@ -90,8 +91,9 @@ class LearnerActor:
 
     # -- life ------------------------------------------------------------------------------------
 
-    def start(self, checkpoint: str | None) -> LearnerReady:
-        """Builds the model and takes its state: from the arena, a checkpoint, or the warm-up.
+    def start(self, checkpoint: str | None, board: Handle | None = None) -> LearnerReady:
+        """Builds the model and takes its state: from the arena, a checkpoint, or the warm-up, whose
+        progress it writes on the board.
 
         The arena comes first: it is there only when a learner of this run died.
         """
@@ -115,7 +117,7 @@ class LearnerActor:
         config = self._config
         model, self._tokenizer = build_model(config.model, config.learner.device, torch.float32)
         # Before the learner exists: its frozen reference is the warmed-up model, also on resume.
-        warmed = self._warm_up(model)
+        warmed = self._warm_up(model, board)
         exact = config.learner.deterministic or config.run.deterministic
         self._learner = Learner(model, dataclasses.replace(config.learner, deterministic=exact))
         parameters = sum(p.numel() for p in model.parameters())
@@ -129,30 +131,45 @@ class LearnerActor:
             return LearnerReady(step, parameters, warmed, "checkpoint")
         return LearnerReady(0, parameters, warmed, "start")
 
-    def _warm_up(self, model: Any) -> dict[str, float]:
+    def _warm_up(self, model: Any, board: Handle | None) -> dict[str, float]:
         config = self._config
         if config.warmup is None:
             return {}
+        most = config.warmup.steps_max
+
+        def tell(step: int, loss: float, accuracy: float | None) -> None:
+            if board is not None:
+                found = "" if accuracy is None else f", accuracy {accuracy:.2f}"
+                board.phase.tell("warm-up", step, most, f"loss {loss:.2f}{found}")
+
         from trainer.warmup import warm_up
 
         cache = Path(config.model.cache_dir) if config.model.cache_dir else None
         key = json.dumps([config.run.seed, [resolved_section(t.source) for t in config.tasks]])
-        return warm_up(model, self._tokenizer, config.warmup, WarmupPairs(config), cache, key=key)
+        return warm_up(
+            model,
+            self._tokenizer,
+            config.warmup,
+            WarmupPairs(config),
+            cache,
+            key=key,
+            progress=tell,
+        )
 
     @property
     def _ready(self) -> Learner:
         if self._learner is None:
-            raise TrainerError("the learner was asked to work before start()")
+            raise NotStarted("the learner was asked to work before start()")
         return self._learner
 
     # -- training --------------------------------------------------------------------------------
 
     def train(self, groups: Sequence[Group], train_step: int) -> StepDone:
         """One train step on groups whose sessions `learner` holds; afterwards they are released."""
-        began = time.perf_counter()
+        learner, began = self._ready, time.perf_counter()
         traces, advantages, rewards, rollout_ids = self._read(groups, train_step)
         read_s = time.perf_counter() - began
-        metrics = self._ready.train_step(
+        metrics = learner.train_step(
             traces,
             advantages,
             rollout_ids=rollout_ids,
@@ -164,7 +181,7 @@ class LearnerActor:
         ids = [sid for group in groups for sid in group.session_ids]
         record = {"train_step": train_step, "metrics": metrics}
         if self._config.checkpoint.recovery == "arena":
-            self._states.keep(train_step, self._ready.state_arrays(), record)
+            self._states.keep(train_step, learner.state_arrays(), record)
         keep_s = time.perf_counter() - done
         released = self._store.sessions.release(ids, owner=LEARNER_OWNER)
         metrics = {
@@ -227,10 +244,10 @@ class LearnerActor:
         """Puts the weights into the arena as one object, in a session of the owner `weights`."""
         from trainer.weights import publish
 
-        session = weights_session(model_step)
+        learner, session = self._ready, weights_session(model_step)
         self._store.sessions.release([session], owner=WEIGHTS_OWNER)  # of a death in the middle
         self._store.sessions.open(session, owner=WEIGHTS_OWNER)
-        return publish(self._ready.model, self._store, model_step, session=session)
+        return publish(learner.model, self._store, model_step, session=session)
 
     def save(self, folder: str, train_step: int) -> None:
         """Model, optimizer and counters for a resume, as safetensors and JSON."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors import ActorDied
 from trainer.engine.protocol import WeightsVersion
-from trainer.errors import PartFailed
+from trainer.errors import NotStarted, PartFailed
 from trainer.learner_actor import (
     LEARNER_OWNER,
     WEIGHTS_OWNER,
@@ -45,20 +45,23 @@ class LearnerLink:
         self._states = LearnerStates(store)
         self._note = note
         self._checkpoint: str | None = None
+        self._board: Handle | None = None
         self._train_step = 0
         self.restarts = 0
         self.weights: WeightsVersion | None = None
 
-    async def start(self, checkpoint: str | None) -> LearnerReady:
+    async def start(self, checkpoint: str | None, board: Handle | None = None) -> LearnerReady:
         """The learner builds its model; a death while it does is tried again."""
-        self._checkpoint = checkpoint
+        self._checkpoint, self._board = checkpoint, board
         ready = await self._begin()
         self._train_step = ready.train_step
         return ready
 
     async def _begin(self) -> LearnerReady:
         start = self._handle.start.using(when_down="wait")
-        ready: LearnerReady = await self._insist(lambda: start(self._checkpoint), revive=False)
+        ready: LearnerReady = await self._insist(
+            lambda: start(self._checkpoint, self._board), revive=False
+        )
         return ready
 
     async def train(self, groups: Sequence[Group], train_step: int) -> StepDone:
@@ -66,7 +69,7 @@ class LearnerLink:
         while True:
             try:
                 done: StepDone = await self._handle.train(groups, train_step)
-            except ActorDied as death:
+            except (ActorDied, NotStarted) as death:
                 found = await self._after_death_in_step(groups, train_step, death)
                 if found is None:
                     continue
@@ -75,7 +78,7 @@ class LearnerLink:
             return done
 
     async def _after_death_in_step(
-        self, groups: Sequence[Group], train_step: int, death: ActorDied
+        self, groups: Sequence[Group], train_step: int, death: Exception
     ) -> StepDone | None:
         """The step's result when it was done before the death; None when it has to be done
         again.
@@ -88,11 +91,13 @@ class LearnerLink:
             released = sessions.release(ids, owner=_BUFFER_OWNER)
             released += sessions.release(ids, owner=LEARNER_OWNER)
             return StepDone(train_step, dict(kept.record["metrics"]), len(released))
-        # They fell to the heir when the process died; the same batch is trained again.
-        sessions.transfer(ids, src=_BUFFER_OWNER, dst=LEARNER_OWNER, strict=True)
+        # They fell to the heir when the process died, or are the learner's still when it died
+        # before
+        # they were taken; either way the same batch is trained again.
+        sessions.transfer(ids, src=_BUFFER_OWNER, dst=LEARNER_OWNER, strict=False)
         return None
 
-    async def _revive(self, death: ActorDied) -> None:
+    async def _revive(self, death: Exception) -> None:
         """A new learner with the state of the last finished step. Raises PartFailed without one."""
         self.restarts += 1
         self._note(f"learner died ({death}); it goes on from its state in the arena")
@@ -136,7 +141,7 @@ class LearnerLink:
         while True:
             try:
                 return await call()
-            except ActorDied as death:
+            except (ActorDied, NotStarted) as death:
                 if revive:
                     await self._revive(death)
                 elif self._handle.state == "dead":

@@ -27,7 +27,7 @@ from trainer.engine.protocol import (
 from trainer.engine_actor import EngineUse, make_engine, use_of
 from trainer.engine_router import EngineRouter
 from trainer.environments import ByTask
-from trainer.errors import TrainerError
+from trainer.errors import NotStarted, TrainerError
 from trainer.evaluation import Evaluator
 from trainer.pending import ProducerConfig, ProducerParts
 from trainer.placement import Cores, rest_device
@@ -111,7 +111,7 @@ class ProducerActor:
             await asyncio.gather(*(self._router.up(name, weights) for name in engines))
         else:
             await self._ready.engine.load_weights(weights, "pause")
-        if desk is not None:
+        if desk is not None and self._producer is None:
             self._store.sessions.bind(self._setup.owner, heir=None)
             self._producer = Producer(
                 desk,
@@ -126,7 +126,7 @@ class ProducerActor:
     @property
     def _ready(self) -> ProducerParts:
         if self._parts is None:
-            raise TrainerError("the producer was asked to work before start()")
+            raise NotStarted("the producer was asked to work before start()")
         return self._parts
 
     async def _make_engine(self, engines: Mapping[str, Handle]) -> tuple[Engine, Tokenizer]:
@@ -201,7 +201,7 @@ class ProducerActor:
     async def pause(self, timeout_s: float) -> PauseReport:
         """No new work; pending rollouts are aborted into the buffer. See `Producer.pause`."""
         if self._producer is None:
-            return PauseReport(0, 0, 0.0)
+            raise NotStarted("the producer was asked to pause before start()")
         return await self._producer.pause(timeout_s)
 
     async def rest(self) -> None:

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from actors import ActorDied
+from shmstore import ObjectFreed
 from trainer.engine.protocol import SyncMode, WeightsVersion
 from trainer.engine_actor import EngineUse
-from trainer.errors import PartFailed
+from trainer.errors import NotStarted, PartFailed
 from trainer.producer import PauseReport
 from trainer.rollout import Prompt
 
@@ -84,8 +85,19 @@ class ProducerLink:
                 self._count("producer", str(death))
 
     async def _start(self) -> None:
+        """Starts the process with the newest weights, also when they change meanwhile."""
         start = self._handle.start.using(when_down="wait")
-        self._incarnation = await start(self._desk, self._engines, self._weights)
+        while True:
+            sent = self._weights
+            try:
+                incarnation = await start(self._desk, self._engines, sent)
+            except ObjectFreed:
+                if sent is self._weights:
+                    raise
+                continue  # retired while it was on the way: there is a newer version
+            if sent is self._weights:
+                break
+        self._incarnation = incarnation
         if self._paused is not None:
             await self._call("pause", self._paused)
         async with self._moved:
@@ -190,7 +202,7 @@ class ProducerLink:
             evaluate = self._handle.evaluate.using(timeout=timeout_s, when_down="wait")
             try:
                 return dict(await evaluate(prompts, rollouts_each, temperature))
-            except ActorDied as death:
+            except (ActorDied, NotStarted) as death:
                 async with self._moved:
                     while not self._gone and self._incarnation <= asked:
                         await self._moved.wait()
@@ -201,5 +213,5 @@ class ProducerLink:
         """A call that a dead producer need not answer: its successor starts with all it says."""
         try:
             return await self._handle.method(method)(*args)
-        except ActorDied:
+        except (ActorDied, NotStarted):
             return None

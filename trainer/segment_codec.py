@@ -237,7 +237,18 @@ def view(whole: memoryview) -> Columns | None:
     start = len(whole) - nbytes
     at = start + body_at
     column = n * 4 + (n & 1) * 4
-    routed = before = None
+    ends = (
+        at + 4 * column + n * layers * top_k * itemsize,
+        start + before_at + n_before * layers * top_k * itemsize,
+        start + text_at + text_nbytes,
+    )
+    if itemsize > 2 or max(ends) > len(whole) - _TRAILER.size:
+        raise TraceError(
+            f"a segment of {n} tokens and {text_nbytes} bytes of text does not fit its "
+            f"{len(whole)} bytes: its trailer was overwritten"
+        )
+    routed: Any = None
+    before: Any = None
     if itemsize:
         dtype = _UINT8 if itemsize == 1 else _UINT16
         row = layers * top_k
@@ -338,8 +349,7 @@ def _shape_of(segment: Segment, text_nbytes: int) -> _Shape:
 
 def _routing_tail(routed: Routing, n: int) -> int:
     """Bytes behind the known rows: a missing last row as zeros, and padding to 8 as Arrow wants."""
-    _, layers, top_k = routed.shape
-    row_nbytes = layers * top_k * routed.itemsize
+    row_nbytes = int(routed.shape[1] * routed.shape[2] * routed.itemsize)
     return (n - len(routed)) * row_nbytes + -(n * row_nbytes) % 8
 
 

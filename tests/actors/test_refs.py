@@ -46,6 +46,8 @@ class Service:
     def __init__(self, first: Any = None) -> None:
         self.first = first
         self.kept: Any = None
+        self.go_on, self.paused = asyncio.Event(), asyncio.Event()
+        self.go_on.set()
 
     async def total(self, array: np.ndarray[Any, Any]) -> float:
         assert not isinstance(array, ObjectRef)
@@ -82,7 +84,21 @@ class Service:
 
     async def make_stream(self, n: int) -> AsyncIterator[ObjectRef]:
         for i in range(n):
+            await self.go_on.wait()
             yield store_of_this_actor().put(np.full(1000, i))
+
+    async def pause(self) -> None:
+        self.go_on.clear()
+        self.paused.set()
+
+    async def reached_pause(self) -> None:
+        await self.paused.wait()
+
+    async def first_nested_total(self) -> float:
+        return float(store_of_this_actor().get(self.first[0]).sum())
+
+    async def forget_first(self) -> None:
+        self.first = None
 
     async def first_total(self) -> float:
         return float(self.first.sum())
@@ -215,6 +231,13 @@ async def test_arguments_of_init_may_be_refs_and_survive_a_restart() -> None:
         os.kill(await service.pid(), 9)
         await death_is_known(service)
         assert await service.first_total.using(when_down="wait")() == 1000
+        await service.stop()
+        await assert_empty_soon(rt)
+        once = await rt.spawn(Service, [rt.store.put(np.ones(1000)), np.ones(BIG // 8)])
+        assert rt.store.stats().used > BIG
+        assert await once.first_nested_total() == 1000
+        await once.forget_first()
+        await assert_empty_soon(rt)  # nobody will start it again
 
 
 async def test_a_freed_ref_is_an_error_of_that_call() -> None:
@@ -279,6 +302,44 @@ async def test_an_actor_killed_between_two_steps_leaks_nothing(point: str) -> No
         await service.die_at(point)
         assert await asyncio.wait_for(caller.round_trip(), 5) == -1
         await assert_empty_soon(rt)
+
+
+@pytest.mark.parametrize("who", ["actor", "reader"])
+async def test_a_stream_of_refs_that_breaks_off_leaks_nothing(who: str) -> None:
+    async with runtime() as rt:
+        service = await rt.spawn(Service)
+        reader = await rt.spawn(Reader, service)
+        pid = await (service if who == "actor" else reader).pid()
+        reading = reader.read(10_000, stop_at=300)
+        await service.reached_pause.using(group="other")()
+        os.kill(pid, 9)
+        if who == "actor":
+            assert await asyncio.wait_for(reading, 5) >= 300
+        else:
+            with pytest.raises(actors.ActorDied):
+                await asyncio.wait_for(reading, 5)
+        await assert_empty_soon(rt)
+
+
+class Reader:
+    """Reads a stream of refs, keeps what it got, and tells the service when it has had enough."""
+
+    def __init__(self, service: actors.Handle) -> None:
+        self.service = service
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def read(self, n: int, stop_at: int) -> int:
+        kept = []
+        try:
+            async for ref in self.service.make_stream.stream(n):
+                kept.append(ref)
+                if len(kept) == stop_at:
+                    self.service.pause.tell()
+        except actors.ActorDied:
+            return len(kept)
+        return -len(kept)
 
 
 async def test_ten_thousand_refs_leave_nothing_behind() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import random
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -41,6 +44,9 @@ class Worker:
 
     async def echo(self, x: Any) -> Any:
         return x
+
+    async def time_left(self) -> float | None:
+        return actors.current().time_left_s
 
 
 async def assert_nothing_pending(rt: actors.Runtime, actor: actors.Handle) -> None:
@@ -186,6 +192,9 @@ async def test_deadlines_travel_with_the_calls_that_a_call_makes() -> None:
         assert 0 < left <= 30
         assert await outer.time_left() is None
         assert await outer.n_given_up() == 1
+        passed_on = await outer.time_left_inside.using(timeout=30)()
+        assert 0 < passed_on <= 30
+        assert await outer.time_left_inside() is None
 
 
 class Relay:
@@ -205,6 +214,78 @@ class Relay:
     async def time_left(self) -> float | None:
         return actors.current().time_left_s
 
+    async def time_left_inside(self) -> float | None:
+        answer: float | None = await self.inner.time_left()
+        return answer
+
     async def n_given_up(self) -> int:
         await self.changed.wait()
         return self.given_up
+
+
+class Token:
+    """Something whose end can be seen."""
+
+
+class Failing:
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[Token]] = []
+        gc.disable()
+
+    async def inline(self, token: Token) -> None:
+        self.seen.append(weakref.ref(token))
+        raise ValueError("no")
+
+    async def task(self, token: Token) -> None:
+        await asyncio.sleep(0)
+        await self.inline(token)
+
+    def thread(self, token: Token) -> None:
+        self.seen.append(weakref.ref(token))
+        raise ValueError("no")
+
+    async def stream(self, token: Token) -> AsyncIterator[int]:
+        yield 1
+        await self.inline(token)
+
+    async def n_alive(self) -> int:
+        return sum(ref() is not None for ref in self.seen)
+
+
+async def test_an_error_keeps_nobodys_variables_until_the_garbage_collector_runs() -> None:
+    async with actors.Runtime() as rt:
+        failing = await rt.spawn(Failing)
+
+        async def by_await(method: Any) -> weakref.ref[Token]:
+            token = Token()
+            with contextlib.suppress(ValueError):
+                await method(token)
+            return weakref.ref(token)
+
+        async def by_stream() -> weakref.ref[Token]:
+            token = Token()
+            with contextlib.suppress(ValueError):
+                async for _ in failing.stream.stream(token):
+                    pass
+            return weakref.ref(token)
+
+        def by_result() -> weakref.ref[Token]:
+            token = Token()
+            with contextlib.suppress(ValueError):
+                failing.inline.result(token)
+            return weakref.ref(token)
+
+        gc.collect()
+        gc.disable()
+        try:
+            seen = [
+                await by_await(failing.inline),
+                await by_await(failing.task),
+                await by_await(failing.thread),
+                await by_stream(),
+                await asyncio.to_thread(by_result),
+            ]
+            assert await failing.n_alive() == 0
+            assert [ref() for ref in seen] == [None] * len(seen)
+        finally:
+            gc.enable()

@@ -18,7 +18,7 @@ import actors
 
 from .conftest import death_is_known, is_alive, wait_until_gone
 
-# A death must reach a waiting caller within this (issue: "within a second").
+# A death must reach a waiting caller within this: docs/actors.md says a second.
 NOTICE_S = 1.0
 
 
@@ -227,6 +227,17 @@ async def test_what_an_actor_started_dies_with_it() -> None:
         assert await asyncio.to_thread(wait_until_gone, [helper], NOTICE_S) == []
 
 
+async def test_dead_actors_leave_no_zombie_behind() -> None:
+    async with actors.Runtime() as rt:
+        victims = [await rt.spawn(Victim) for _ in range(4)]
+        pids = [await victim.pid() for victim in victims]
+        for victim, pid in zip(victims, pids, strict=True):
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(actors.ActorDied):
+                await victim.forever()
+        assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
 async def test_a_stopped_process_times_out_and_can_be_killed() -> None:
     async with actors.Runtime() as rt:
         victim = await rt.spawn(Victim)
@@ -348,6 +359,22 @@ class Caller:
         await self.service.forever()
 
 
+class Orphan(Victim):
+    async def look_up_soon(self, name: str) -> None:
+        self.task = asyncio.ensure_future(self.look_up(name))
+
+    async def look_up(self, name: str) -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            try:
+                await actors.current().runtime.lookup(name)
+            except actors.NoSuchActor:
+                continue
+            except actors.ActorError as error:
+                print(f"{type(error).__name__}: {error}")
+                return
+
+
 DRIVER = """
 import asyncio, json, os, subprocess, sys
 sys.path[:0] = {path!r}
@@ -417,12 +444,20 @@ def test_ctrl_c_of_the_driver_ends_the_run_in_order() -> None:
     driver.stdout.close()  # type: ignore[union-attr]
 
 
-async def test_a_detached_actor_outlives_its_run(tmp_path: Path) -> None:
+async def test_a_detached_actor_outlives_its_run_and_knows_that_its_hub_is_gone(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "log"
     async with actors.Runtime() as rt:
-        victim = await rt.spawn(Victim, detached=True, log=log)
+        victim = await rt.spawn(Orphan, detached=True, log=log)
         pid = await victim.pid()
+        await victim.look_up_soon("nobody")
     assert is_alive(pid)
+    for _ in range(500):
+        if "ActorDied" in log.read_text():
+            break
+        await asyncio.sleep(0.01)
+    assert "ActorDied: actor 'hub' died" in log.read_text()
     os.kill(pid, signal.SIGKILL)
     import shutil
 

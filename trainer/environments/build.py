@@ -14,7 +14,7 @@ from trainer.config import EnvironmentConfig, TaskConfig
 from trainer.environment import Environment, Session
 from trainer.environments.single_turn import SingleTurn
 from trainer.environments.tools import ToolLoop
-from trainer.errors import RolloutError, ToolError
+from trainer.errors import ToolError
 from trainer.judge import TaskJudge, build_judge
 from trainer.rollout import Prompt, Trace
 from trainer.targets import TargetError, resolve
@@ -47,16 +47,20 @@ class ByTask:
 
     async def run(self, session: Session, prompt: Prompt) -> None:
         """Runs the task's environment within its limit; a foreign error becomes a ToolError."""
+        environment = self._environments[prompt.task]
+        if isinstance(environment, SingleTurn):
+            # One generation, which the engine ends: a timer for each of thousands would cost more
+            # than it could ever save.
+            await environment.run(session, prompt)
+            return
         limit_s = self._limits_s[prompt.task]
         try:
             async with asyncio.timeout(limit_s) as scope:
-                await self._environments[prompt.task].run(session, prompt)
+                await environment.run(session, prompt)
         except TimeoutError as error:
             if scope.expired():
                 raise ToolError(f"rollout took longer than {limit_s:g} s") from error
             raise ToolError(f"environment of task {prompt.task}: {error!r}") from error
-        except RolloutError:
-            raise
 
     async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
         """The verdict of the task's judge."""

@@ -89,6 +89,21 @@ def test_bytes_that_are_no_segment_are_not_taken_for_one(raw: bytes) -> None:
     assert segment_codec.view(memoryview(raw)) is None
 
 
+@given(segments(), st.data())
+def test_an_overwritten_trailer_is_an_error_of_ours_or_changes_no_length(
+    segment: Segment, data: st.DataObject
+) -> None:
+    whole = bytearray(b"".join(memoryview(p).cast("B") for p in segment_codec.encode(segment)))
+    at = data.draw(st.integers(max(0, len(whole) - 56), len(whole) - 1))
+    whole[at] ^= data.draw(st.integers(1, 255))
+    try:
+        columns = segment_codec.view(memoryview(bytes(whole)))
+    except TraceError:
+        return
+    if columns is not None:
+        assert len(columns.labels) == len(columns.model_steps) == len(columns.token_ids)
+
+
 def test_a_batch_that_is_no_segment_is_refused() -> None:
     batch = pa.RecordBatch.from_arrays([pa.array([1])], names=["a"])
     assert not segment_codec.is_segment(batch)

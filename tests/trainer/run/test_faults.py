@@ -88,3 +88,22 @@ def test_a_learner_that_stands_still_is_told_by_the_watchdog_and_not_waited_for(
     assert "nothing moved for" in result.summary["error"]
     assert "train step" in result.summary["error"]
     runs.check_clean(result, run.name)
+
+
+def test_processes_that_die_while_nobody_calls_them_are_found_out_by_the_next_call(
+    tmp_path: Path,
+) -> None:
+    """The learner waits for a batch that a slow judge delays; the producer waits for weights."""
+    judges = tmp_path / "slow.py"
+    judges.write_text("import time\ndef slow(p, t):\n    time.sleep(0.04)\n    return len(t) % 2\n")
+    judge = f"tasks[0].judge={{kind: callable, target: '{judges}:slow', processes: 2}}"
+    run = runs.start(tmp_path, *LONG, judge, "schedule.steps=6", "schedule=sync")
+    for step in (1, 2):
+        run.wait_for_step(step)
+        first = run.kill("learner")
+        run.wait_for_process("learner", not_pid=first)
+    result = run.result()
+    assert result.status == 0, result.stderr
+    assert result.summary["restarts"] == {"learner": 2}
+    assert result.summary["ledger"]["trained"] == 6 * 16
+    runs.check_clean(result, run.name)

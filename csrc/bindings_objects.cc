@@ -317,8 +317,8 @@ std::uint64_t free_refs(StoreCore& core, nb::handle refs, bool strict) {
     return ended;
   }
   std::vector<Ref> all;
-  // An iterator may own the only counted reference to what it yields: dropped here, the object would
-  // end before this call ends it, and the count would be wrong.
+  // An iterator may own the only counted reference to what it yields: dropped here, the object
+  // would end before this call ends it, and the count would be wrong.
   std::vector<nb::object> kept;
   nb::object iterator = nb::steal(PyObject_GetIter(refs.ptr()));
   if (!iterator.is_valid()) {

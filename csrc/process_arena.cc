@@ -65,13 +65,6 @@ void after_fork_child() {
 
 }  // namespace
 
-std::uint32_t ref_check(std::uint64_t arena, std::uint64_t generation,
-                        std::uint32_t index) noexcept {
-  std::uint64_t h = (arena ^ generation * 0x9E3779B97F4A7C15ull ^ index) * 0xD6E8FEB86659FD93ull;
-  h ^= h >> 32;
-  return static_cast<std::uint32_t>(h) | 1u;  // never zero
-}
-
 bool well_formed(const Ref& ref) noexcept {
   return ref.arena != 0 && ref.generation != 0 && ref.generation <= os::kGenerationMax &&
          ref.check == ref_check(ref.arena, ref.generation, ref.index);
@@ -400,26 +393,31 @@ void ProcessArena::abandon() noexcept {
 
 LocalRecord& ProcessArena::lock_record(std::uint32_t index, std::uint64_t& word) noexcept {
   LocalRecord& record = records_[index];
-  for (int spins = 0;; ++spins) {
-    word = record.word.load(std::memory_order_relaxed);
-    // Acquires what the release store that unlocks has published. seq_cst, because of the closer's
-    // short cut: it skips a record whose word it finds zero, and then we must find `usable` false.
-    if ((word & kRecordLocked) == 0 &&
-        record.word.compare_exchange_weak(word, word | kRecordLocked, std::memory_order_seq_cst,
-                                          std::memory_order_relaxed))
-      return record;
-    if (spins < 64)
-      cpu_relax();
-    else
-      ::sched_yield();  // its holder was descheduled inside a dozen instructions
+  for (;;) {
+    // An exchange is cheaper than compare-exchange, and writing the mark over the mark changes
+    // nothing. Acquires what the release store that unlocks has published. seq_cst, because of the
+    // closer's short cut: it skips a record whose word it finds zero, and then we must find
+    // `usable` false.
+    word = record.word.exchange(kRecordLocked, std::memory_order_seq_cst);
+    if (word != kRecordLocked) return record;
+    for (int spins = 0; record.word.load(std::memory_order_relaxed) == kRecordLocked; ++spins) {
+      if (spins < 64)
+        cpu_relax();
+      else
+        ::sched_yield();  // its holder was descheduled inside a dozen instructions
+    }
   }
 }
 
+bool ProcessArena::plausible(const Ref& ref) const noexcept {
+  return ref.arena == arena.id() && ref.index < arena.objects_limit() &&
+         ref.check == ref_check(ref.arena, ref.generation, ref.index);
+}
+
 Status ProcessArena::check_ref(const Ref& ref) const noexcept {
-  if (ref.check != ref_check(ref.arena, ref.generation, ref.index)) return Status::bad_ref;
-  if (ref.arena != arena.id()) return well_formed(ref) ? Status::foreign_ref : Status::bad_ref;
-  if (ref.index >= arena.objects_used() || ref.generation == 0 ||
-      ref.generation >= arena.header().next_generation.get())
+  if (!well_formed(ref)) return Status::bad_ref;
+  if (ref.arena != arena.id()) return Status::foreign_ref;
+  if (ref.index >= arena.objects_used() || ref.generation >= arena.header().next_generation.get())
     return Status::bad_ref;
   return Status::ok;
 }
@@ -447,24 +445,22 @@ Status ProcessArena::hold(const Ref& ref, std::uint64_t& epoch_out) {
   if (forked()) return Status::forked;
   for (int look = 0; look < kLooksMax; ++look) {
     std::uint64_t word = 0;
-    if (ref.index >= arena.objects_limit()) return Status::bad_ref;
+    // Cheap and nearly certain; whatever does not lead to a live object is looked at closely below.
+    if (!plausible(ref)) return check_ref(ref);
     LocalRecord& record = lock_record(ref.index, word);
     auto unlock = [&] { record.word.store(word, std::memory_order_release); };
     if (!usable.load(std::memory_order_seq_cst)) {
       unlock();
       return Status::closed;
     }
-    if (Status const checked = check_ref(ref); checked != Status::ok) {
-      unlock();
-      return checked;
-    }
-    ObjectEntry& e = arena.mapped_object(ref.index);  // check_ref() has looked at the index
+    ObjectEntry& e = arena.mapped_object(ref.index);  // plausible() has looked at the index
     std::uint64_t state = e.state.load(std::memory_order_acquire);
     std::uint64_t const known = word & kRecordGeneration;
     if (generation_of(state) != ref.generation || !is_live_state(state_of(state)) ||
         known > ref.generation) {
       unlock();
-      return Status::freed;
+      Status const checked = check_ref(ref);
+      return checked == Status::ok ? Status::freed : checked;
     }
     if (known == ref.generation && record.holds > 0) {
       ++record.holds;
@@ -522,25 +518,23 @@ Status ProcessArena::try_pin(const Ref& ref, const std::byte*& data, std::uint64
   if (forked()) return Status::forked;
   for (int look = 0; look < kLooksMax; ++look) {
     std::uint64_t word = 0;
-    if (ref.index >= arena.objects_limit()) return Status::bad_ref;
+    // Cheap and nearly certain; whatever does not lead to a live object is looked at closely below.
+    if (!plausible(ref)) return check_ref(ref);
     LocalRecord& record = lock_record(ref.index, word);
     auto unlock = [&] { record.word.store(word, std::memory_order_release); };
     if (!usable.load(std::memory_order_seq_cst)) {
       unlock();
       return Status::closed;
     }
-    if (Status const checked = check_ref(ref); checked != Status::ok) {
-      unlock();
-      return checked;
-    }
-    ObjectEntry& e = arena.mapped_object(ref.index);  // check_ref() has looked at the index
+    ObjectEntry& e = arena.mapped_object(ref.index);  // plausible() has looked at the index
     // Acquire: pairs with the seal; the payload is complete for whoever sees SEALED.
     std::uint64_t state = e.state.load(std::memory_order_acquire);
     std::uint64_t const known = word & kRecordGeneration;
     if (generation_of(state) != ref.generation || !is_live_state(state_of(state)) ||
         known > ref.generation) {
       unlock();
-      return Status::freed;
+      Status const checked = check_ref(ref);
+      return checked == Status::ok ? Status::freed : checked;
     }
     if (state_of(state) == os::kBuilding) {
       unlock();

@@ -29,7 +29,7 @@
 namespace shmrl {
 
 struct LocalRecord {
-  std::atomic<std::uint64_t> word;  // generation | kRecordLocked | kRecordCounted
+  std::atomic<std::uint64_t> word;  // kRecordLocked while locked, else generation | kRecordCounted
   std::uint32_t holds;
   std::uint32_t pins;
 };
@@ -61,6 +61,7 @@ class ProcessArena {
   Status try_pin(const Ref& ref, const std::byte*& data, std::uint64_t& size);
   void unpin(const Ref& ref, bool draft) noexcept;
   Status check_ref(const Ref& ref) const noexcept;
+  bool plausible(const Ref& ref) const noexcept;
 
   // Makes the record of an entry that is about to be created count one hold and one pin.
   void claim(std::uint32_t index, std::uint64_t generation) noexcept;
@@ -114,8 +115,13 @@ class Call {
   Status status_ = Status::ok;
 };
 
-std::uint32_t ref_check(std::uint64_t arena, std::uint64_t generation,
-                        std::uint32_t index) noexcept;
+// Catches garbage, not malice: one multiplication, because every use of a ref makes it.
+inline std::uint32_t ref_check(std::uint64_t arena, std::uint64_t generation,
+                               std::uint32_t index) noexcept {
+  std::uint64_t const mixed =
+      (arena ^ generation ^ std::uint64_t{index} << 29) * 0xD6E8FEB86659FD93ull;
+  return static_cast<std::uint32_t>(mixed >> 32) | 1u;  // never zero
+}
 inline Ref make_ref(const Arena& arena, std::uint32_t index, std::uint64_t generation) noexcept {
   return Ref{arena.id(), generation, index, ref_check(arena.id(), generation, index)};
 }

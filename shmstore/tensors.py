@@ -103,8 +103,7 @@ def torch_if_imported() -> ModuleType | None:
 
 
 def require_torch() -> ModuleType:
-    """Import torch for a value that is a tensor; NotStorable's counterpart when it is not
-    installed."""
+    """Import torch for a value that is a tensor. NotStorable where it is not installed."""
     try:
         return importlib.import_module("torch")
     except ImportError as error:

@@ -24,7 +24,7 @@ from shmstore import Store, StoreError
 from trainer import snapshot
 from trainer.checkpoint import Checkpoint, read_checkpoint
 from trainer.config import Config
-from trainer.desk import RemoteDesk
+from trainer.desk import ProgressBoard, RemoteDesk
 from trainer.dispatch import DispatchConfig, Dispatcher
 from trainer.display import Display, QuietDisplay, make_display
 from trainer.driver import Driver
@@ -193,7 +193,8 @@ class _Run:
     async def _start(self, parts: Parts) -> LearnerReady | None:
         """Both processes build their models at once; None when the run was stopped meanwhile."""
         checkpoint = str(self.checkpoint.learner) if self.checkpoint else None
-        start = asyncio.ensure_future(parts.learner.start(checkpoint))
+        board = await parts.runtime.host(ProgressBoard(self.display), name="board")
+        start = asyncio.ensure_future(parts.learner.start(checkpoint, board))
         prepare = asyncio.ensure_future(parts.producer.prepare())
         stopping = asyncio.ensure_future(self.stop.wait())
         both = asyncio.gather(start, prepare)

@@ -45,20 +45,23 @@ class LearnerLink:
         self._states = LearnerStates(store)
         self._note = note
         self._checkpoint: str | None = None
+        self._board: Handle | None = None
         self._train_step = 0
         self.restarts = 0
         self.weights: WeightsVersion | None = None
 
-    async def start(self, checkpoint: str | None) -> LearnerReady:
+    async def start(self, checkpoint: str | None, board: Handle | None = None) -> LearnerReady:
         """The learner builds its model; a death while it does is tried again."""
-        self._checkpoint = checkpoint
+        self._checkpoint, self._board = checkpoint, board
         ready = await self._begin()
         self._train_step = ready.train_step
         return ready
 
     async def _begin(self) -> LearnerReady:
         start = self._handle.start.using(when_down="wait")
-        ready: LearnerReady = await self._insist(lambda: start(self._checkpoint), revive=False)
+        ready: LearnerReady = await self._insist(
+            lambda: start(self._checkpoint, self._board), revive=False
+        )
         return ready
 
     async def train(self, groups: Sequence[Group], train_step: int) -> StepDone:

@@ -503,7 +503,7 @@ class ReplayBuffer:
 def _parse_expiry(expiry: Expiry | str | None) -> Expiry:
     if isinstance(expiry, Expiry):
         return expiry
-    return Expiry() if expiry is None else Expiry(action=ExpiryAction(expiry))
+    return Expiry() if expiry is None else Expiry(action=ExpiryAction.parse(expiry))
 
 
 def _check_need(need: Mapping[str, int]) -> None:

@@ -44,7 +44,7 @@ def built() -> Path:
     flags = ["-DCMAKE_BUILD_TYPE=Release", "-DSHMRL_TESTS=ON", "-DSHMRL_PYTHON=OFF"]
     ninja = f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"
     must([tool("cmake"), "-S", ".", "-B", str(BUILD), "-G", "Ninja", ninja, *flags], BUILD_S_MAX)
-    must([tool("cmake"), "--build", str(BUILD)], BUILD_S_MAX)
+    must([tool("cmake"), "--build", str(BUILD), "--target", "shmrl_tests"], BUILD_S_MAX)
     return BUILD
 
 

@@ -157,6 +157,38 @@ async def test_result_blocks_a_thread_and_refuses_the_loop() -> None:
             worker.add.result(1)
 
 
+class Plain:
+    """Has `def` methods only: its code runs in a thread, `__init__` too."""
+
+    def __init__(self, name: str) -> None:
+        self.runtime = actors.current().runtime
+        self.worker = self.runtime.wait(self.runtime.lookup(name))
+
+    def add(self, k: int) -> int:
+        answer: int = self.worker.add.result(k)
+        return answer
+
+    def end_it(self) -> str:
+        self.runtime.wait(self.worker.stop())
+        state: str = self.worker.state
+        return state
+
+    def too_long(self) -> None:
+        self.runtime.wait(self.runtime.lookup("never", timeout=60), timeout=0.05)
+
+
+async def test_code_in_threads_looks_up_and_stops_actors_with_wait() -> None:
+    async with actors.Runtime() as rt:
+        await rt.spawn(Worker, 1, name="w")
+        plain = await rt.spawn(Plain, "w")
+        assert await plain.add(1) == 2
+        with pytest.raises(actors.CallTimeout):
+            await plain.too_long()
+        assert await plain.end_it() == "dead"
+        with pytest.raises(actors.WouldBlockLoop):
+            rt.wait(rt.lookup("w"))
+
+
 async def test_a_hosted_object_is_called_from_another_process() -> None:
     async with actors.Runtime() as rt:
         books = Worker(100)

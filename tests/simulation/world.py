@@ -5,8 +5,8 @@ Pretended: the model (scripted engine), the learner's arithmetic, time. Everythi
 does: producers, the learner at three places of its step, the engine, judges, the whole driver,
 which then resumes from its last snapshot in a new arena.
 
-What must hold, whatever happens, is in `_Checker`; `violations` of a run that is not as it must be
-are raised as `Violation` with the seed. Called by the test and by `python -m tests.simulation`.
+What must hold, whatever happens, is in `_Checker`; what does not is raised as `Violation` with the
+seed. Called by the test and by `python -m tests.simulation`.
 """
 
 from __future__ import annotations

@@ -317,6 +317,9 @@ std::uint64_t free_refs(StoreCore& core, nb::handle refs, bool strict) {
     return ended;
   }
   std::vector<Ref> all;
+  // A generator may hold the only references: dropped while it is read, they would end their
+  // objects before this call does, and it would not count them.
+  std::vector<nb::object> kept;
   nb::object iterator = nb::steal(PyObject_GetIter(refs.ptr()));
   if (!iterator.is_valid()) {
     PyErr_Clear();
@@ -326,6 +329,7 @@ std::uint64_t free_refs(StoreCore& core, nb::handle refs, bool strict) {
   while (PyObject* item = PyIter_Next(iterator.ptr())) {
     nb::object owned = nb::steal(item);
     all.push_back(parse_ref(owned));
+    kept.push_back(std::move(owned));
   }
   if (PyErr_Occurred()) nb::raise_python_error();
   require(core.store().free(all, strict, ended));

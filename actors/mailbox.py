@@ -295,7 +295,7 @@ class LocalActor:
             self._finish(call, value)
 
     async def _run_stream(self, call: Inbound) -> None:
-        """Drive an async generator (or a plain coroutine, as a stream of one item)."""
+        """Drive an async generator; what is none is the caller's mistake."""
         call.begun = True
         CURRENT_CALL.set(call.ctx)
         call.credits = Credits()

@@ -92,8 +92,7 @@ class LearnerLink:
             released += sessions.release(ids, owner=LEARNER_OWNER)
             return StepDone(train_step, dict(kept.record["metrics"]), len(released))
         # They fell to the heir when the process died, or are the learner's still when it died
-        # before
-        # they were taken; either way the same batch is trained again.
+        # before they were taken; either way the same batch is trained again.
         sessions.transfer(ids, src=_BUFFER_OWNER, dst=LEARNER_OWNER, strict=False)
         return None
 

@@ -6,8 +6,8 @@ PIP     := $(PY) -m pip --disable-pip-version-check
 CORE_IN := $(wildcard csrc/*.h csrc/*.cc csrc/*.cpp) CMakeLists.txt
 STAMP   := $(VENV)/.installed
 CTEST   ?= build/ctest
-# The one that the tests use, so that one does not rebuild what the other has built.
-CMAKE   := $(firstword $(wildcard $(VENV)/bin/cmake) cmake)
+# cmake and ninja of .venv if it has them, as the tests do, so that one does not rebuild what the other has built.
+CMAKE   := env PATH="$(abspath $(VENV)/bin):$$PATH" cmake
 
 .PHONY: install demo test check bench bench-peers gpu-check core ctest bench-core crash soak soak-train sanitize simulate
 
@@ -23,9 +23,9 @@ $(STAMP): pyproject.toml constraints.txt $(CORE_IN)
 
 # In-tree build of the core for developers who set PYTHONPATH instead of installing.
 core:
-	cmake -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$$(command -v $(DEV_PYTHON)) \
+	$(CMAKE) -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$$(command -v $(DEV_PYTHON)) \
 	    -Dnanobind_DIR=$$($(DEV_PYTHON) -m nanobind --cmake_dir) >/dev/null
-	cmake --build build/dev
+	$(CMAKE) --build build/dev
 	cp --remove-destination build/dev/_core*.so shmstore/  # a new file: running processes keep theirs
 DEV_PYTHON ?= $(PY)
 
@@ -40,13 +40,13 @@ crash: ctest
 	if $(CTEST)/shmrl_crash_canary --only transfer_many,release_many,free_many >/dev/null 2>&1; \
 	    then echo "the canary was not caught"; exit 1; else echo "the canary was caught"; fi
 
-# S seconds of random kills.
-S ?= 60
 # Whole training runs on virtual time with random deaths; SEEDS=5000 for an hour's worth.
 SEEDS ?= 1000
 simulate: install
 	$(PY) -m tests.simulation --seeds $(SEEDS)
 
+# S seconds of random kills.
+S ?= 60
 soak: install ctest
 	$(CTEST)/shmrl_soak --seconds $(S) --seed $$(date +%s)
 	$(PY) -m tests.shmstore.soak --seconds $(S)
@@ -60,9 +60,9 @@ soak-train: install
 sanitize:
 	for kind in address,undefined thread; do \
 	    folder=build/sanitize-$${kind%%,*}; \
-	    cmake -S . -B $$folder -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSHMRL_TESTS=ON -DSHMRL_PYTHON=OFF \
+	    $(CMAKE) -S . -B $$folder -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSHMRL_TESTS=ON -DSHMRL_PYTHON=OFF \
 	        -DSHMRL_SANITIZE=$$kind >/dev/null && \
-	    cmake --build $$folder --target shmrl_tests && \
+	    $(CMAKE) --build $$folder --target shmrl_tests && \
 	    export TSAN_OPTIONS=halt_on_error=1:die_after_fork=0 && \
 	    $$folder/shmrl_rules && $$folder/shmrl_crash_matrix --sample 3 && $$folder/shmrl_threads --rounds 500 && \
 	    $$folder/shmrl_fuzz_bytes --rounds 500 && $$folder/shmrl_soak --seconds 10 || exit 1; \

@@ -55,15 +55,15 @@ class Kind(enum.IntEnum):
 
     HELLO = 1  # first on a link: who is there, with which protocol version and run token
     CALL = 2  # run a method, answer with RESULT or ERROR
-    TELL = 3  # run a method, answer with DONE when it has been taken in
+    TELL = 3  # run a method, answer with DONE when it has ended
     STREAM = 4  # run a generator method, answer with ITEMs, then RESULT or ERROR
     RESULT = 5
     ERROR = 6
     ITEM = 7
     CANCEL = 8  # stop that call; a RESULT that crosses it is dropped
-    CREDIT = 9  # the stream may send `target` more items
+    CREDIT = 9  # the stream may send as many more items as the field `timeout_ns` says
     ACK = 10  # the refs in that message are held by the receiver now
-    DONE = 11  # a TELL was taken in
+    DONE = 11  # a TELL has ended
 
 
 class Flag(enum.IntFlag):

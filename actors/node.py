@@ -49,7 +49,9 @@ log = logging.getLogger("actors")
 # Calls in flight from one process to one actor; more wait in the caller.
 IN_FLIGHT_MAX = 4096
 # Calls that wait in the caller for one actor; more raise QueueFull.
-WAITING_MAX = 1 << 16
+WAITING_MAX = 1 << 18
+# Dead actors of which this process remembers why.
+DEAD_REMEMBERED_MAX = 1024
 # After a link broke: how long to wait for the supervisor's word on why.
 POST_MORTEM_S = 0.8
 _RESULT, _ERROR, _CALL, _TELL = int(Kind.RESULT), int(Kind.ERROR), int(Kind.CALL), int(Kind.TELL)
@@ -89,6 +91,7 @@ class Node:
         self._loopback = LoopbackLink(self.loop, self, uid)
         self.links[uid] = self._loopback
         self._answers = Answers(self)
+        self._dead: deque[int] = deque()
         self._resolving: set[asyncio.Task[None]] = set()
 
     # ---- threads ------------------------------------------------------------------------------
@@ -120,7 +123,12 @@ class Node:
         return link
 
     def _connect(self, peer: Peer) -> Link | None:
-        """A link to the process of `peer`; None when nobody listens there."""
+        """A link to the process of `peer`; None when nobody listens there.
+
+        The driver listens nowhere: its link is the lifeline, and is not made again.
+        """
+        if "://" not in peer.address:
+            return None
         link = self._lanes.connect(peer.address, peer.node_uid, peer.incarnation)
         if link is not None:
             self._set_process_link(peer.node_uid, link)
@@ -211,6 +219,8 @@ class Node:
             peer.link = None
             peer.death = (notice.reason, notice.exit_code, notice.stderr_tail)
             self._fail_calls(peer, unsent_too=notice.state == State.DEAD)
+            if notice.state == State.DEAD:
+                self._remember_dead(notice.uid)
             hosted = self.locals.get(notice.uid)
             if hosted is not None and notice.node_uid == self.uid != notice.uid:
                 del self.locals[notice.uid]
@@ -221,6 +231,12 @@ class Node:
                     agent.death = peer.death
                     self._fail_calls(agent, unsent_too=True)
                 self._drop_process(notice.uid, notice.incarnation)
+
+    def _remember_dead(self, uid: int) -> None:
+        """Keep the last dead ones, to say why; handles that are still held keep theirs anyway."""
+        self._dead.append(uid)
+        if len(self._dead) > DEAD_REMEMBERED_MAX:
+            self.peers.pop(self._dead.popleft(), None)
 
     def _drop_process(self, node_uid: int, incarnation: int) -> None:
         if node_uid != self.uid:

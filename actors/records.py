@@ -10,7 +10,7 @@ import asyncio
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .codec import Blob
@@ -40,7 +40,8 @@ class Restart:
 class Event:
     """What happened to an actor.
 
-    `kind`: started, died, restarted, gave_up (too many deaths in the window), stopped.
+    `kind`: started, died, restarted, gave_up (after the last `died`: too many in the window),
+    stopped.
     """
 
     kind: str
@@ -56,9 +57,9 @@ class Event:
     @property
     def final(self) -> bool:
         """No other event of this actor will follow."""
-        return self.kind in ("stopped", "gave_up") or (self.kind == "died" and not self.restarts)
+        return self.kind in ("stopped", "gave_up") or (self.kind == "died" and not self.more)
 
-    restarts: bool = False  # died, and will be started again
+    more: bool = False  # died, and an event says what becomes of it: restarted or gave_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,10 @@ class Record:
     def alive(self) -> bool:
         return self.state != State.DEAD
 
+    def forget_arguments(self) -> None:
+        """It will not be started again: what `__init__` was given may go, refs included."""
+        self.spec = replace(self.spec, blob=Blob(b""))
+
     def notice(self) -> Notice:
         return Notice(
             self.uid, self.spec.name, self.state, self.node_uid, self.incarnation, self.address,
@@ -128,10 +133,10 @@ class Record:
             self.stderr_tail,
         )  # fmt: skip
 
-    def event(self, kind: str, *, restarts: bool = False) -> Event:
+    def event(self, kind: str, *, more: bool = False) -> Event:
         return Event(
             kind, self.spec.name, self.uid, self.incarnation, self.pid, self.reason,
-            self.exit_code, self.stderr_tail, restarts=restarts,
+            self.exit_code, self.stderr_tail, more=more,
         )  # fmt: skip
 
 

@@ -99,9 +99,9 @@ class Supervisor:
             except TimeoutError:
                 pass  # said below, with the names that there are
             finally:
-                waiting = self._named.get(name, [])
-                if waiter in waiting:
-                    waiting.remove(waiter)
+                left = [w for w in self._named.pop(name, []) if w is not waiter]
+                if left:
+                    self._named[name] = left
         if name not in self.names:
             there = ", ".join(sorted(self.names)) or "none"
             raise NoSuchActor(f"this run has no actor named {name!r}; there are: {there}")
@@ -220,6 +220,8 @@ class Supervisor:
             raise make_remote_error(
                 error.cause, error.remote_type, str(error), error.remote_traceback, InitFailed
             ) from None
+        if spec.restart is None:
+            record.forget_arguments()
         self._set_state(record, State.UP)
 
     def _request(self, record: Record) -> dict[str, Any]:
@@ -292,7 +294,7 @@ class Supervisor:
             self._bury(record, None if record.first_start else "died")
         elif self._may_restart(record):
             self._set_state(record, State.RESTARTING)
-            self._tell("died", record, restarts=True)
+            self._tell("died", record, more=True)
             record.pid = 0
             self._start_task(self._restart(record))
         else:
@@ -324,6 +326,7 @@ class Supervisor:
     def _give_up(self, record: Record) -> None:
         policy = record.spec.restart
         assert policy is not None
+        self._tell("died", record, more=True)
         record.reason = (
             f"it died more than {policy.max} times within {policy.within:g} s, the last time:"
             f" {record.reason}"
@@ -359,6 +362,7 @@ class Supervisor:
             record.book = None
         for pump in record.pumps:
             pump.close()
+        record.forget_arguments()
         self._set_state(record, State.DEAD)
         if kind is not None:
             self._tell(kind, record)
@@ -463,8 +467,8 @@ class Supervisor:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _tell(self, kind: str, record: Record, *, restarts: bool = False) -> None:
-        event = record.event(kind, restarts=restarts)
+    def _tell(self, kind: str, record: Record, *, more: bool = False) -> None:
+        event = record.event(kind, more=more)
         for uid, events in self._watchers:
             if uid in (None, record.uid):
                 if events.full():

@@ -31,7 +31,7 @@ from trainer.work import DispatchConfig
 
 P, L = "producer-0", "learner"
 SMALL, LARGE = 100, 100_000
-#: The segment of the reports: 512 tokens, 48 layers, top-8.
+#: A segment of a large mixture: 512 tokens, 48 layers, top-8.
 TOKENS, LAYERS, TOP_K = 512, 48, 8
 
 

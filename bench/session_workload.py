@@ -1,4 +1,4 @@
-"""The workload of the seed reports: a learner releases trace sessions while a producer inserts.
+"""What hurt most in the system that we replace: releases by a learner while a producer inserts.
 
 Owns the work on our arena. One process opens sessions of 8 arrays of 384 KiB (48 layers × top-8 of
 1,024 tokens, uint8) as fast as it can and hands each to `replay`; another waits until 256 are

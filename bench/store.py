@@ -153,7 +153,7 @@ def _with_hand_over_goal(row: Row, size_bytes: int, spinning: bool, futex: Sampl
 
 
 def session_rows(report: Report) -> None:
-    """The seed reports' workload."""
+    """Releases under load, with every byte checked."""
     report.add(*session_workload.rows(40 if report.args.quick else 140))
 
 

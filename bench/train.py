@@ -49,6 +49,7 @@ MIXES = (
         (
             *("eval.prompts=0", "eval.every=0", "checkpoint.every=0", "checkpoint.final=false"),
             *("warmup=null", "replay.filter_equal_rewards=false"),
+            *("metrics.plot=false", "metrics.tensorboard=false"),
         ),
     ),
 )

@@ -52,7 +52,7 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// Runs the callable under a name of shmstore's hooks (see register_hooks in bindings.cc).
+// What the Python face lends the core; shmstore/store.py sets it once, with register_hooks.
 struct Hooks {
   PyObject* encode = nullptr;      // (value, allow_pickle) -> Encoded(header, payload_bytes, write)
   PyObject* decode = nullptr;      // (memoryview, allow_pickle) -> value

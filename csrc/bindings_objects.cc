@@ -317,8 +317,8 @@ std::uint64_t free_refs(StoreCore& core, nb::handle refs, bool strict) {
     return ended;
   }
   std::vector<Ref> all;
-  // A generator may hold the only references: dropped while it is read, they would end their
-  // objects before this call does, and it would not count them.
+  // An iterator may own the only counted reference to what it yields: dropped here, the object
+  // would end before this call ends it, and the count would be wrong.
   std::vector<nb::object> kept;
   nb::object iterator = nb::steal(PyObject_GetIter(refs.ptr()));
   if (!iterator.is_valid()) {
@@ -327,9 +327,8 @@ std::uint64_t free_refs(StoreCore& core, nb::handle refs, bool strict) {
           std::string("expected an ObjectRef or several, not ") + Py_TYPE(refs.ptr())->tp_name);
   }
   while (PyObject* item = PyIter_Next(iterator.ptr())) {
-    nb::object owned = nb::steal(item);
-    all.push_back(parse_ref(owned));
-    kept.push_back(std::move(owned));
+    kept.push_back(nb::steal(item));
+    all.push_back(parse_ref(kept.back()));
   }
   if (PyErr_Occurred()) nb::raise_python_error();
   require(core.store().free(all, strict, ended));

@@ -1,8 +1,7 @@
 // The two kinds of memory words in an arena, and the token that a store needs.
 //
 // Cell<T>: changed only inside a transaction (Txn), that is with the arena's lock held and the
-// arena
-//   marked dirty. A store without a Txn does not compile.
+//   arena marked dirty. A store without a Txn does not compile.
 // Shared<T>: changed lock-free by several processes; each use names its memory order.
 //
 // Both end every store with a crash point, and keep stores in program order: a killed process has

@@ -3,8 +3,7 @@
 //
 // Promises:
 //   * One slot and one open lock file per process and arena. Closing a second descriptor of the
-//   lock
-//     file would drop this process's locks (POSIX), and make it look dead.
+//     lock file would drop this process's locks (POSIX), and make it look dead.
 //   * A ProcessArena is never destroyed, so that a Hold, Pin or Draft may outlive everything; its
 //     mappings go when no Store object and no pin needs them.
 //   * In a fork child everything here answers "forked" and touches nothing.

@@ -8,7 +8,7 @@
 // Not a pthread robust mutex: those name their holder by thread id, which means nothing in another
 // pid namespace, and mark the state consistent before a repair can be known to be complete.
 //
-// Lock order: registry mutex (process_arena.cc) < arena lock < record lock (local_refs.h).
+// Lock order: registry mutex (process_arena.cc) < arena lock < record lock (process_arena.cc).
 #pragma once
 
 #include <cstdint>

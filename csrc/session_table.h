@@ -2,12 +2,10 @@
 //
 // Owns SessionEntry, Attachment, OwnerEntry, both name indexes and the journal. Promises:
 //   * Every open session has exactly one owner; each change of owner or end of a session is one
-//   store,
-//     or one journal record of many, so that a death leaves all of it or none of it.
+//     store, or one journal record of many, so that a death leaves all of it or none of it.
 //   * An object with an attachment lives; the operation that takes its last attachment ends it.
 //   * A released session is never attached to again: the id resolves to nothing, a remembered slot
-//   has
-//     another generation.
+//     has another generation.
 // Called with the lock held.
 #pragma once
 

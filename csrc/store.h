@@ -3,13 +3,13 @@
 // Owns nothing in the arena itself; it translates calls into operations of the tables below it.
 // Promises:
 //   * Operating errors are returned as a Status, never thrown; `Store::detail()` gives the
-//   sentence.
+//     sentence.
 //   * Every call may be made from any thread. No call needs another process to be alive.
 //   * A call on a handle that was inherited through fork() answers Status::forked and touches
 //     nothing; the child attaches afresh.
 //   * Hold, Pin and Draft are safe to destroy at any time in any order, also after Store::close(),
 //     after the Store itself, in a fork child, and while the process exits.
-// Called by: csrc/bindings.cc, csrc/tests. Bindings drop the GIL around every call that takes a
+// Called by: csrc/bindings*.cc, csrc/tests. Bindings drop the GIL around every call that takes a
 // Wait with a non-zero time-out, and around copy_in() of large buffers; all others are short.
 #pragma once
 

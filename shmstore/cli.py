@@ -60,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     top = command("top", _top, "what an arena holds, refreshed until Ctrl-C")
     top.add_argument("name")
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
-    top.add_argument("--count", type=int, default=0, metavar="N", help="stop after N (0: never)")
+    top.add_argument(
+        "--count", type=int, metavar="N", help="stop after N (default: never; with --json: 1)"
+    )
     command("check", _check, "audit an arena").add_argument("name")
     remove = command("rm", _rm, "unlink an arena")
     remove.add_argument("name")
@@ -92,6 +94,7 @@ def _stat(arguments: Any) -> int:
 
 def _top(arguments: Any) -> int:
     interval_s = max(TOP_INTERVAL_S_MIN, arguments.interval)
+    count = arguments.count or (1 if arguments.json else None)
     shown = 0
     with Store.attach(arguments.name) as store:
         before, before_s = store.stats(), time.monotonic()
@@ -109,7 +112,7 @@ def _top(arguments: Any) -> int:
                     clear + "\n".join([*_stat_lines(stats), f"rates     {rate_text}"]), flush=True
                 )
             before, before_s, shown = stats, now_s, shown + 1
-            if arguments.count and shown >= arguments.count:
+            if count is not None and shown >= count:
                 return OK
 
 

@@ -109,9 +109,7 @@ def decode(header: Header, whole: memoryview) -> Any:
     pickled, buffers = _split(payload)
     try:
         return pickle.loads(pickled, buffers=buffers)
-    except (
-        Exception
-    ) as error:  # whatever the value's own code raises: its message plus where it was
+    except Exception as error:  # raised by the value's own code; the note says where it was
         error.add_note("raised while unpickling an object of the store")
         raise
 

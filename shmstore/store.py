@@ -43,7 +43,6 @@ class Store(_core.StoreCore):
         return sessions.Sessions(self)
 
     # -- arenas by name
-    # -----------------------------------------------------------------------------
 
     @classmethod
     def create(
@@ -129,7 +128,6 @@ class Store(_core.StoreCore):
         self.close()
 
     # -- objects: put, get, free, hold are _core's; see _core.pyi
-    # -----------------------------------------
 
     def build(
         self,
@@ -170,7 +168,6 @@ class Store(_core.StoreCore):
             raise BadValue(
                 f"sort must be one of {list(arrow.STREAM_HEADS)}, not {sort!r}"
             ) from None
-
         return self.put_parts(head, parts, session, timeout, parent)
 
     def buffer(self, ref: ObjectRef, timeout: float | None = None) -> memoryview:
@@ -180,7 +177,6 @@ class Store(_core.StoreCore):
         return codec.payload_of(headers.unpack(whole), whole)
 
     # -- state of the arena
-    # --------------------------------------------------------------------------
 
     def stats(self) -> usage.Stats:
         """What the arena holds, who holds it, and what was done to it."""
@@ -227,4 +223,5 @@ _core.register_hooks(
     store_full=usage.store_full,
     entry=sessions.Entry,
 )
+
 __all__ = ["Store"]

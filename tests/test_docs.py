@@ -175,3 +175,25 @@ def test_names_imported_in_documents_exist() -> None:
                     and not (tree.ROOT / node.module / f"{alias.name}.py").exists()
                 ]
     assert not problems, "\n" + "\n".join(problems)
+
+
+def error_classes() -> set[str]:
+    """Public classes that descend from the root of one of the three exception trees."""
+    bases: dict[str, set[str]] = {}
+    for package in tree.PACKAGES:
+        for path in tree.python_files(package):
+            for node in ast.walk(tree.syntax(path)):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    bases[node.name] = {b.id for b in node.bases if isinstance(b, ast.Name)}
+    found = {"StoreError", "ActorError", "TrainerError"}
+    while more := {name for name, above in bases.items() if above & found} - found:
+        found |= more
+    return found
+
+
+def test_the_page_of_errors_names_every_error_and_no_other() -> None:
+    named = set(re.findall(r"`([A-Z]\w+)`", tree.source(tree.ROOT / "docs" / "errors.md")))
+    known = error_classes()
+    assert not known - named, f"docs/errors.md does not say what to do about {known - named}"
+    others = {"INIT", "Segment", "ErrorClass"}
+    assert not named - known - others - {w for w in named if w.isupper()}, named - known - others

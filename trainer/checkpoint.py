@@ -2,12 +2,13 @@
 
     checkpoints/step-N/
       learner/       model, optimizer, random state (safetensors; written by the learner's process)
-      buffer/        groups with payloads, ledger, prompts position (Arrow IPC, JSON;
-      `trainer.snapshot`) driver.json    format, step, totals of the summary
+      buffer/        groups with payloads, ledger, prompts position (Arrow IPC, JSON)
+      driver.json    format, step, totals of the summary
 
 Owns the composition and its format version. Promises (lifecycle L24, L25): everything is of one
 moment, the end of a train step; the producer goes on meanwhile; the folder is whole or absent,
-and `latest` names it last (`trainer.run_folder`). Written by the driver between two steps.
+and `latest` names it last (`trainer.run_folder`). The buffer's part is `trainer.snapshot`'s.
+Written by the driver between two steps.
 """
 
 from __future__ import annotations

@@ -9,12 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from trainer.display import Display
 from trainer.rollout import Group, Status
 
 if TYPE_CHECKING:
     from trainer.dispatch import Dispatcher, Work
 
-__all__ = ["RemoteDesk"]
+__all__ = ["ProgressBoard", "RemoteDesk"]
+
+
+class ProgressBoard:
+    """Where a process of the run says how far it is."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    async def phase(self, name: str, done: float, total: float, detail: str) -> None:
+        """See `Display.phase`."""
+        self._display.phase(name, done, total, detail)
 
 
 class RemoteDesk:

@@ -351,9 +351,7 @@ class Dispatcher:
         return (limit - ahead) / target
 
     def _has_room(self, task: str) -> bool:
-        """The byte limit, with what is in production counted at the mean size of a group (issue
-        kind 6).
-        """
+        """The byte limit, with what is in production counted at the mean size of a group."""
         if self.buffer.waiting.lacking(task) > self._tasks[task].in_production:
             return True
         coming = (len(self._in_production) + 1) * self.buffer.group_nbytes_mean

@@ -1,7 +1,7 @@
 """`shmrl doctor`: what dead runs left behind, and whether this machine can run the examples.
 
 Owns the report only: arenas are found and removed by `shmstore`. Promises: without `--clean` it
-changes nothing; with it, it removes only arenas without a live process. Exit status 3 while
+changes nothing; with it, it removes only arenas without a live process. Exit status 1 while
 debris remains. Called by `trainer.cli`.
 """
 

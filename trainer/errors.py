@@ -1,4 +1,7 @@
-"""Every error that the trainer raises on purpose, as one tree.
+"""The tree of errors that the trainer raises on purpose.
+
+An error that one module alone raises is defined there and derives from this tree; docs/errors.md
+names all of them and says what to do.
 
 ::
 

@@ -23,6 +23,17 @@ class ExpiryAction(enum.Enum):
     RETRY = "retry"
     DROP = "drop"
 
+    @classmethod
+    def parse(cls, value: ExpiryAction | str) -> ExpiryAction:
+        """From its name in a config; ConfigError names what is allowed."""
+        try:
+            return cls(value)
+        except ValueError:
+            allowed = ", ".join(repr(action.value) for action in cls)
+            raise ConfigError(
+                f"expiry action {value!r} is unknown; allowed are {allowed}"
+            ) from None
+
 
 @dataclass(frozen=True, slots=True)
 class Expiry:
@@ -40,8 +51,7 @@ class Expiry:
     tail_batch: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.action, str):
-            object.__setattr__(self, "action", _parse_action(self.action))
+        object.__setattr__(self, "action", ExpiryAction.parse(self.action))
         for name in ("max_staleness", "max_token_staleness"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -98,11 +108,3 @@ class Expiry:
             else:
                 members.append(rollout)
         return (group.with_rollouts(members), tuple(stale)) if stale else (group, ())
-
-
-def _parse_action(text: str) -> ExpiryAction:
-    try:
-        return ExpiryAction(text)
-    except ValueError:
-        allowed = ", ".join(repr(action.value) for action in ExpiryAction)
-        raise ConfigError(f"expiry action {text!r} is unknown; allowed are {allowed}") from None

@@ -24,7 +24,7 @@ from shmstore import Store, StoreError
 from trainer import snapshot
 from trainer.checkpoint import Checkpoint, read_checkpoint
 from trainer.config import Config
-from trainer.desk import RemoteDesk
+from trainer.desk import ProgressBoard, RemoteDesk
 from trainer.dispatch import DispatchConfig, Dispatcher
 from trainer.display import Display, QuietDisplay, make_display
 from trainer.driver import Driver
@@ -39,15 +39,19 @@ from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
 from trainer.run_folder import RunFolder
 from trainer.staleness import StalenessBudget
-from trainer.summary import ArenaLeft, Summary
+from trainer.summary import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_LEFTOVERS,
+    EXIT_OK,
+    ArenaLeft,
+    Summary,
+)
 from trainer.watchdog import Watchdog
 from trainer.wiring import PRODUCER_OWNER, Parts, open_parts
 
-__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_LEFTOVERS", "fit", "open_arena", "run_blocking"]
+__all__ = ["fit", "open_arena", "run_blocking"]
 
-EXIT_FAILED = 1
-EXIT_LEFTOVERS = 3
-EXIT_INTERRUPTED = 130
 _BATCHES_AHEAD_MAX = 8
 """Batches that may be ready or in production, however fresh; bounds buffer and prompts under
 way.
@@ -193,7 +197,8 @@ class _Run:
     async def _start(self, parts: Parts) -> LearnerReady | None:
         """Both processes build their models at once; None when the run was stopped meanwhile."""
         checkpoint = str(self.checkpoint.learner) if self.checkpoint else None
-        start = asyncio.ensure_future(parts.learner.start(checkpoint))
+        board = await parts.runtime.host(ProgressBoard(self.display), name="board")
+        start = asyncio.ensure_future(parts.learner.start(checkpoint, board))
         prepare = asyncio.ensure_future(parts.producer.prepare())
         stopping = asyncio.ensure_future(self.stop.wait())
         both = asyncio.gather(start, prepare)
@@ -372,7 +377,7 @@ def _exit_status(summary: Summary) -> int:
         return EXIT_LEFTOVERS
     if summary.interrupted:
         return EXIT_INTERRUPTED
-    return EXIT_FAILED if summary.error else 0
+    return EXIT_FAILED if summary.error else EXIT_OK
 
 
 def _last_words(summary: Summary, folder: RunFolder) -> Sequence[str]:

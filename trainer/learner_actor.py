@@ -25,10 +25,12 @@ from trainer.environments.warmup_pairs import WarmupPairs
 from trainer.errors import NotStarted, TrainerError
 from trainer.learner_state import LearnerStates
 from trainer.placement import Cores, rest_device
+from trainer.replay import REPLAY_OWNER
 from trainer.rollout import Group, Rollout, Trace
 from trainer.staleness import mask_stale_labels
 
 if TYPE_CHECKING:
+    from actors import Handle
     from shmstore import Store
     from trainer.learner import Learner
 
@@ -90,8 +92,9 @@ class LearnerActor:
 
     # -- life ------------------------------------------------------------------------------------
 
-    def start(self, checkpoint: str | None) -> LearnerReady:
-        """Builds the model and takes its state: from the arena, a checkpoint, or the warm-up.
+    def start(self, checkpoint: str | None, board: Handle | None = None) -> LearnerReady:
+        """Builds the model and takes its state: from the arena, a checkpoint, or the warm-up, whose
+        progress it writes on the board.
 
         The arena comes first: it is there only when a learner of this run died.
         """
@@ -109,13 +112,13 @@ class LearnerActor:
         if store is None:
             raise TrainerError("the learner was spawned in a runtime without a store")
         self._store: Store = store
-        store.sessions.bind(LEARNER_OWNER, heir="replay")
+        store.sessions.bind(LEARNER_OWNER, heir=REPLAY_OWNER)
         self._traces = TraceStore(store)
         self._states = LearnerStates(store)
         config = self._config
         model, self._tokenizer = build_model(config.model, config.learner.device, torch.float32)
         # Before the learner exists: its frozen reference is the warmed-up model, also on resume.
-        warmed = self._warm_up(model)
+        warmed = self._warm_up(model, board)
         exact = config.learner.deterministic or config.run.deterministic
         self._learner = Learner(model, dataclasses.replace(config.learner, deterministic=exact))
         parameters = sum(p.numel() for p in model.parameters())
@@ -129,15 +132,30 @@ class LearnerActor:
             return LearnerReady(step, parameters, warmed, "checkpoint")
         return LearnerReady(0, parameters, warmed, "start")
 
-    def _warm_up(self, model: Any) -> dict[str, float]:
+    def _warm_up(self, model: Any, board: Handle | None) -> dict[str, float]:
         config = self._config
         if config.warmup is None:
             return {}
+        most = config.warmup.steps_max
+
+        def tell(step: int, loss: float, accuracy: float | None) -> None:
+            if board is not None:
+                found = "" if accuracy is None else f", accuracy {accuracy:.2f}"
+                board.phase.tell("warm-up", step, most, f"loss {loss:.2f}{found}")
+
         from trainer.warmup import warm_up
 
         cache = Path(config.model.cache_dir) if config.model.cache_dir else None
         key = json.dumps([config.run.seed, [resolved_section(t.source) for t in config.tasks]])
-        return warm_up(model, self._tokenizer, config.warmup, WarmupPairs(config), cache, key=key)
+        return warm_up(
+            model,
+            self._tokenizer,
+            config.warmup,
+            WarmupPairs(config),
+            cache,
+            key=key,
+            progress=tell,
+        )
 
     @property
     def _ready(self) -> Learner:

@@ -25,6 +25,7 @@ from trainer.learner_actor import (
     weights_session,
 )
 from trainer.learner_state import LearnerStates
+from trainer.replay import REPLAY_OWNER
 from trainer.rollout import Group
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from shmstore import Store
 
 __all__ = ["LearnerLink"]
-
-_BUFFER_OWNER = "replay"
 
 
 class LearnerLink:
@@ -45,20 +44,23 @@ class LearnerLink:
         self._states = LearnerStates(store)
         self._note = note
         self._checkpoint: str | None = None
+        self._board: Handle | None = None
         self._train_step = 0
         self.restarts = 0
         self.weights: WeightsVersion | None = None
 
-    async def start(self, checkpoint: str | None) -> LearnerReady:
+    async def start(self, checkpoint: str | None, board: Handle | None = None) -> LearnerReady:
         """The learner builds its model; a death while it does is tried again."""
-        self._checkpoint = checkpoint
+        self._checkpoint, self._board = checkpoint, board
         ready = await self._begin()
         self._train_step = ready.train_step
         return ready
 
     async def _begin(self) -> LearnerReady:
         start = self._handle.start.using(when_down="wait")
-        ready: LearnerReady = await self._insist(lambda: start(self._checkpoint), revive=False)
+        ready: LearnerReady = await self._insist(
+            lambda: start(self._checkpoint, self._board), revive=False
+        )
         return ready
 
     async def train(self, groups: Sequence[Group], train_step: int) -> StepDone:
@@ -85,13 +87,12 @@ class LearnerLink:
         sessions = self._store.sessions
         kept = self._states.find()
         if kept is not None and kept.train_step == train_step:
-            released = sessions.release(ids, owner=_BUFFER_OWNER)
+            released = sessions.release(ids, owner=REPLAY_OWNER)
             released += sessions.release(ids, owner=LEARNER_OWNER)
             return StepDone(train_step, dict(kept.record["metrics"]), len(released))
         # They fell to the heir when the process died, or are the learner's still when it died
-        # before
-        # they were taken; either way the same batch is trained again.
-        sessions.transfer(ids, src=_BUFFER_OWNER, dst=LEARNER_OWNER, strict=False)
+        # before they were taken; either way the same batch is trained again.
+        sessions.transfer(ids, src=REPLAY_OWNER, dst=LEARNER_OWNER, strict=False)
         return None
 
     async def _revive(self, death: Exception) -> None:

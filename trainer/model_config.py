@@ -142,9 +142,6 @@ class ModelConfig:
 class EngineConfig:
     """The model that generates: how many sequences at once, in how much memory, where."""
 
-    kind: Literal["torch", "scripted"] = _setting(
-        "torch", "`torch` runs the model; `scripted` answers without one (for tests)."
-    )
     max_batch: int = _setting(64, "Sequences that decode together.", ge=1)
     kv_bytes: int = _setting(
         GIB, "Memory for keys and values of running sequences.", ge=1, unit="bytes"

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from trainer.errors import TrainerError
+
 __all__ = ["ATTENTION", "Attend", "LayoutMissing", "PackedLayout", "pack_in_passes"]
 
 ATTENTION = "shmrl_packed"
@@ -25,7 +27,7 @@ _BLOCK_TOKENS_MIN = 1024
 """Below this many tokens a further block costs more in calls than its padding."""
 
 
-class LayoutMissing(RuntimeError):
+class LayoutMissing(TrainerError, RuntimeError):
     """A model with packed attention was called without a layout."""
 
 

@@ -1,9 +1,9 @@
 """The folder that a run leaves behind, and the names in it.
 
     runs/NAME/
-      config.yaml            complete and resolved; `shmrl train runs/NAME/config.yaml` repeats
-      the run metrics.jsonl          one JSON object a train step; docs/metrics.md explains the
-      names summary.json           the line that `--json` prints
+      config.yaml            complete and resolved; training it again repeats the run
+      metrics.jsonl          one JSON object a train step; docs/metrics.md explains the names
+      summary.json           the line that `--json` prints
       tensorboard/           event files
       checkpoints/step-N/    what resume needs; `checkpoints/latest` names the newest whole one
       hf/step-N/             for transformers' from_pretrained

@@ -1,5 +1,4 @@
-"""Who waits at the replay buffer: takers for a batch, putters for room (lifecycle L14, issue kind
-"waits for ever").
+"""Who waits at the replay buffer: takers for a batch, putters for room (lifecycle L14).
 
 Each waiter is a future that is set when its wish can be met or can never be; nothing polls and
 nobody is woken in vain more than once per change. A part that died for good, or a task that ended,

@@ -1,5 +1,4 @@
-"""Says what everybody is waiting for when nothing moved for a set time (issue kind "a trainer that
-waits for ever").
+"""Says what everybody is waiting for when nothing moved for a set time: no run waits for ever.
 
 `moved()` is called at every sign of life and costs one clock read. One timer sleeps until the limit
 could have been reached; no timer ticks in between. Belongs to the driver's loop.

@@ -1,6 +1,6 @@
-"""The kinds of bugs that others paid for (anchors, section 4, "Actors"): each cannot happen here.
+"""The kinds of bugs that users of other actor systems paid for: each cannot happen here.
 
-The number after each name is the issue in which somebody met it.
+Where a name ends in a number, it is that of the public report in which somebody met it.
 """
 
 from __future__ import annotations

@@ -94,6 +94,12 @@ class Service:
     async def reached_pause(self) -> None:
         await self.paused.wait()
 
+    async def first_nested_total(self) -> float:
+        return float(store_of_this_actor().get(self.first[0]).sum())
+
+    async def forget_first(self) -> None:
+        self.first = None
+
     async def first_total(self) -> float:
         return float(self.first.sum())
 
@@ -225,6 +231,13 @@ async def test_arguments_of_init_may_be_refs_and_survive_a_restart() -> None:
         os.kill(await service.pid(), 9)
         await death_is_known(service)
         assert await service.first_total.using(when_down="wait")() == 1000
+        await service.stop()
+        await assert_empty_soon(rt)
+        once = await rt.spawn(Service, [rt.store.put(np.ones(1000)), np.ones(BIG // 8)])
+        assert rt.store.stats().used > BIG
+        assert await once.first_nested_total() == 1000
+        await once.forget_first()
+        await assert_empty_soon(rt)  # nobody will start it again
 
 
 async def test_a_freed_ref_is_an_error_of_that_call() -> None:

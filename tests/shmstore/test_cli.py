@@ -33,7 +33,7 @@ def test_ls_stat_top_and_check_of_a_living_arena(
     assert status == 0
     assert stats["by_owner"]["learner"]["sessions"] == 1
     assert stats["capacity"] == 64 << 20
-    status, top = run(capsys, "top", store.name, "--count", "1")
+    status, top = run(capsys, "top", store.name)
     assert status == 0
     assert "rates_per_s" in top
     assert run(capsys, "check", store.name) == (

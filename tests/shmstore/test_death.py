@@ -1,4 +1,4 @@
-"""Processes that die or stop at any moment: what the survivors find (issue 2, point 5)."""
+"""Processes that die or stop at any moment: what the survivors find."""
 
 from __future__ import annotations
 

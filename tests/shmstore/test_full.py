@@ -1,4 +1,4 @@
-"""No room: who is told what, who waits, and who goes first (issue 2, point 6)."""
+"""No room: who is told what, who waits, and who goes first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handles, threads, forks and signals within living processes (issue 2, point 5)."""
+"""Handles, threads, forks and signals within living processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bugs that other stores paid for (anchors, section 4), each as a kind that cannot happen here.
+"""The bugs that other stores paid for, each as a kind that cannot happen here.
 
 A test's first words name where it was paid for. Kinds that other files prove as well are repeated
 here in their original form, so that the list is complete in one place.

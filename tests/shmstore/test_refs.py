@@ -97,6 +97,11 @@ def test_free_counts_what_it_ended_and_takes_anything_twice(store: Store) -> Non
     assert store.free(iter([store.put(b"c")])) == 1
 
 
+def test_free_counts_what_an_iterator_alone_held(store: Store) -> None:
+    assert store.free(store.put(bytes([n])) for n in range(3)) == 3
+    assert store.free(map(store.put, [b"1", b"2"])) == 2
+
+
 def test_a_stale_ref_never_yields_other_bytes(store: Store) -> None:
     stale = []
     for i in range(300):

@@ -1,7 +1,7 @@
 """What the processes of the scenarios do: a producer, a learner, an evaluator, each in a puppet.
 
 Every function takes the puppet's state first; `join` makes it. `old=True` is the behaviour of the
-reports in `seeds/`.
+system that this one replaces.
 """
 
 from __future__ import annotations

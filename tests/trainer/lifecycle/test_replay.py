@@ -14,6 +14,7 @@ from shmstore import NotOwner, Store
 from trainer import replay_index
 from trainer.errors import (
     BadGroup,
+    ConfigError,
     EndOfData,
     LedgerError,
     PartFailed,
@@ -314,6 +315,15 @@ async def test_L17_nothing_is_awaited_and_nobody_is_called_while_the_lock_is_hel
     await buffer.refresh(train_step=9)
     buffer.lend("math", Status.ABORTED, owner=P)
     assert held == []
+
+
+@pytest.mark.parametrize(("setting", "allowed"), [("expiry", "drop"), ("order", "fifo")])
+def test_a_setting_that_does_not_exist_is_refused_with_what_is_allowed(
+    store: Store, setting: str, allowed: str
+) -> None:
+    given: Any = {setting: "nonsense"}
+    with pytest.raises(ConfigError, match=f"'nonsense' is unknown; allowed are .*'{allowed}'"):
+        ReplayBuffer(store, **given)
 
 
 async def test_a_group_that_is_stale_on_arrival_is_expired_at_once(

@@ -1,7 +1,7 @@
-"""The two reports from which the project was born, as scenarios with real processes.
+"""What broke in the system that this one replaces, as scenarios with real processes.
 
-Each runs twice: as the trainer does it, and, as a canary, with the behaviour of the report; the
-canary must fail, or the scenario proves nothing. Letters are those of the issue: (a) to (j).
+Each, (a) to (j), runs twice: as the trainer does it, and, as a canary, with the old behaviour; the
+canary must fail, or the scenario proves nothing.
 """
 
 from __future__ import annotations
@@ -435,5 +435,5 @@ def test_e_a_desk_with_an_engine_that_mostly_fails_stays_flat(store: Store) -> N
 
 
 def test_a_segment_of_the_report_size_fits_the_scenarios() -> None:
-    """48 layers, top-8, as in the reports: 384 bytes of routing a token."""
+    """48 layers, top-8, as in a large mixture: 384 bytes of routing a token."""
     assert make_segment(512, layers=48, top_k=8).routed_experts.nbytes == 512 * 384  # type: ignore[union-attr]

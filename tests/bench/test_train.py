@@ -1,0 +1,45 @@
+"""The training benchmark runs what it says: valid configurations, the same work, failures told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import train
+from trainer.config import load
+
+
+@pytest.mark.parametrize("mix", train.MIXES, ids=lambda mix: mix.name)
+def test_each_mix_is_a_valid_configuration_of_constant_work(mix: train.Mix) -> None:
+    config = load(mix.config, mix.changes)
+    assert config.warmup is None
+    assert config.eval.prompts == 0
+    assert not config.replay.filter_equal_rewards
+    assert not config.checkpoint.final
+
+
+def test_a_run_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    mix = train.Mix("broken", tmp_path / "no-such-file.yaml")
+    with pytest.raises(train.RunFailed, match=r"no-such-file\.yaml"):
+        train.run(mix, "sync", 1, tmp_path)
+
+
+def test_the_ratio_compares_async_with_sync(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(mix: train.Mix, schedule: str, steps: int, folder: Path) -> list[dict[str, float]]:
+        step_s = {"sync": 2.0, "async": 1.0}[schedule]
+        keys = ("learn_s", "overhead_s", "tokens_per_s", "trained_tokens_per_s")
+        return [
+            {"step_s": step_s, "engine_busy": 0.5, "learner_wait_share": 0.25}
+            | dict.fromkeys(keys, 0.1)
+        ] * steps
+
+    monkeypatch.setattr(train, "run", run)
+    rows = train.compare(train.MIXES[0], steps=4, repeats=2)
+    step = {row.subject: row for row in rows if row.work == "train step, balanced"}
+    assert step["async"].ratio == 0.5
+    assert step["sync"].n == step["async"].n == 8
+    overhead = [row.median for row in rows if row.work.startswith("overhead")]
+    assert overhead == pytest.approx([0.05, 0.1])

@@ -6,15 +6,16 @@ Owns the translation of `spawn(cls, ...)` into a `Spec`. `Runtime` (driver) and
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from .context import ActorContext
-from .errors import ActorError, RemoteError, UsageError
+from .errors import ActorError, CallTimeout, RemoteError, UsageError, WouldBlockLoop
 from .handle import Handle, RemoteMethod, Team, hub_handle
 from .method import method_table, methods_of
 from .node import Node
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from .calls import Stream
 
 __all__ = ["Client"]
+
+T = TypeVar("T")
 
 _SUFFIXES = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 TEAM_SIZE_MAX = 1024
@@ -207,6 +210,27 @@ class Client:
         """The run as plain data: "actors" (state, pid, restarts, queues, memory, calls with p50 and
         p99), "store" (use of the arena by owner), driver, free devices."""
         return cast(dict[str, Any], await self._ask("snapshot"))
+
+    def wait(self, action: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """For threads (a `def` method, a notebook): do `action` on the runtime's loop, and wait.
+
+        `runtime.wait(runtime.lookup("learner"))`, `runtime.wait(handle.stop())`. Raises CallTimeout
+        after `timeout` seconds, and WouldBlockLoop on the loop's own thread.
+        """
+        if self._node.on_loop_thread():
+            action.close()
+            raise WouldBlockLoop("wait() is for threads; on the event loop, await the same thing")
+        future = asyncio.run_coroutine_threadsafe(action, self._node.loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            if future.done():
+                raise  # the action's own
+            future.cancel()
+            raise CallTimeout(f"it took longer than {timeout} s") from None
+        except BaseException:  # Ctrl-C: what nobody waits for any more is given up
+            future.cancel()
+            raise
 
     @property
     def uid(self) -> int:

@@ -1,7 +1,8 @@
 """Everything the store can refuse, as one tree of exceptions.
 
-Owns the classes and nothing else; `_core` raises them by the status that the C++ core returns
-(`register_errors`), the Python face raises the rest. May be imported by anybody; imports nothing.
+Owns the classes and nothing else; `_core` finds them here by name and raises the one that stands
+for the status of the C++ core, the Python face raises the rest. May be imported by anybody; imports
+nothing.
 
     StoreError
     ├── StoreFull             no room for the object now (also MemoryError)

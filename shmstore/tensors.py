@@ -169,7 +169,7 @@ def decode_tensor(header: Header, whole: memoryview) -> Any:
 
 def tensor_over(payload: Any, dtype_name: str, shape: tuple[int, ...]) -> Any:
     """A tensor over a buffer, which it keeps alive. The buffer must claim to be writable: that is
-    what keeps torch from warning, for this one tensor and no other (`_core.Pin.unguarded`)."""
+    what keeps torch from warning, for this one tensor and no other (`_core.Unguarded`)."""
     torch = require_torch()
     dtype = tensor_dtype(torch, dtype_name)
     if 0 in shape:

@@ -15,13 +15,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_LEFTOVERS", "EXIT_OK", "EXIT_USAGE", "main"]
+from trainer.summary import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_LEFTOVERS = 3
-EXIT_INTERRUPTED = 130
+__all__ = ["main"]
 
 _PASSED_ON = ("store", "top", "bench")
 """Commands whose arguments belong to another layer's own parser."""

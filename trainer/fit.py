@@ -39,15 +39,19 @@ from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
 from trainer.run_folder import RunFolder
 from trainer.staleness import StalenessBudget
-from trainer.summary import ArenaLeft, Summary
+from trainer.summary import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_LEFTOVERS,
+    EXIT_OK,
+    ArenaLeft,
+    Summary,
+)
 from trainer.watchdog import Watchdog
 from trainer.wiring import PRODUCER_OWNER, Parts, open_parts
 
-__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "EXIT_LEFTOVERS", "fit", "open_arena", "run_blocking"]
+__all__ = ["fit", "open_arena", "run_blocking"]
 
-EXIT_FAILED = 1
-EXIT_LEFTOVERS = 3
-EXIT_INTERRUPTED = 130
 _BATCHES_AHEAD_MAX = 8
 """Batches that may be ready or in production, however fresh; bounds buffer and prompts under
 way.
@@ -373,7 +377,7 @@ def _exit_status(summary: Summary) -> int:
         return EXIT_LEFTOVERS
     if summary.interrupted:
         return EXIT_INTERRUPTED
-    return EXIT_FAILED if summary.error else 0
+    return EXIT_FAILED if summary.error else EXIT_OK
 
 
 def _last_words(summary: Summary, folder: RunFolder) -> Sequence[str]:

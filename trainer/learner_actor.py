@@ -25,6 +25,7 @@ from trainer.environments.warmup_pairs import WarmupPairs
 from trainer.errors import NotStarted, TrainerError
 from trainer.learner_state import LearnerStates
 from trainer.placement import Cores, rest_device
+from trainer.replay import REPLAY_OWNER
 from trainer.rollout import Group, Rollout, Trace
 from trainer.staleness import mask_stale_labels
 
@@ -111,7 +112,7 @@ class LearnerActor:
         if store is None:
             raise TrainerError("the learner was spawned in a runtime without a store")
         self._store: Store = store
-        store.sessions.bind(LEARNER_OWNER, heir="replay")
+        store.sessions.bind(LEARNER_OWNER, heir=REPLAY_OWNER)
         self._traces = TraceStore(store)
         self._states = LearnerStates(store)
         config = self._config

@@ -25,6 +25,7 @@ from trainer.learner_actor import (
     weights_session,
 )
 from trainer.learner_state import LearnerStates
+from trainer.replay import REPLAY_OWNER
 from trainer.rollout import Group
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from shmstore import Store
 
 __all__ = ["LearnerLink"]
-
-_BUFFER_OWNER = "replay"
 
 
 class LearnerLink:
@@ -88,12 +87,12 @@ class LearnerLink:
         sessions = self._store.sessions
         kept = self._states.find()
         if kept is not None and kept.train_step == train_step:
-            released = sessions.release(ids, owner=_BUFFER_OWNER)
+            released = sessions.release(ids, owner=REPLAY_OWNER)
             released += sessions.release(ids, owner=LEARNER_OWNER)
             return StepDone(train_step, dict(kept.record["metrics"]), len(released))
         # They fell to the heir when the process died, or are the learner's still when it died
         # before they were taken; either way the same batch is trained again.
-        sessions.transfer(ids, src=_BUFFER_OWNER, dst=LEARNER_OWNER, strict=False)
+        sessions.transfer(ids, src=REPLAY_OWNER, dst=LEARNER_OWNER, strict=False)
         return None
 
     async def _revive(self, death: Exception) -> None:

@@ -36,7 +36,10 @@ from trainer.waiting import Waiting
 if TYPE_CHECKING:
     from shmstore import Store
 
-__all__ = ["Refreshed", "ReplayBuffer"]
+__all__ = ["REPLAY_OWNER", "Refreshed", "ReplayBuffer"]
+
+REPLAY_OWNER = "replay"
+"""The owner of what is in the buffer of a run, and the heir of its learner."""
 
 #: Statuses that are filed; the others end a group at `put`.
 _FILED = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
@@ -67,7 +70,7 @@ class ReplayBuffer:
         order: Order | str = Order.STALENESS,
         max_bytes: int | None = None,
         expiry: Expiry | str | None = None,
-        owner: str = "replay",
+        owner: str = REPLAY_OWNER,
     ) -> None:
         if max_bytes is not None and max_bytes <= 0:
             raise ReplayError(f"max_bytes is {max_bytes}; it must be above 0, or None for no limit")
@@ -357,7 +360,7 @@ class ReplayBuffer:
         order: Order | str = Order.STALENESS,
         max_bytes: int | None = None,
         expiry: Expiry | str | None = None,
-        owner: str = "replay",
+        owner: str = REPLAY_OWNER,
     ) -> ReplayBuffer:
         """A buffer with the content of the snapshot in `folder`, in new sessions of `store` owned
         by `owner`.

@@ -1,7 +1,7 @@
 """What a run came to: the line that `--json` prints and `summary.json` keeps.
 
-Owns the shape of that record only. Filled by the driver as it goes; read by people, `bench train`
-and tests.
+Owns the shape of that record and the exit statuses of the command. Filled by the
+driver as it goes; read by people, `bench train` and tests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["ArenaLeft", "Summary"]
+__all__ = [
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "EXIT_LEFTOVERS",
+    "EXIT_OK",
+    "EXIT_USAGE",
+    "ArenaLeft",
+    "Summary",
+]
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_LEFTOVERS = 3
+"""Something of the run was left in the arena."""
+EXIT_INTERRUPTED = 130
 
 
 @dataclass
@@ -51,7 +66,7 @@ class Summary:
     interrupted: bool = False
     error: str | None = None
     warnings: list[str] = field(default_factory=list)
-    exit: int = 0
+    exit: int = EXIT_OK
     rewards: list[float] = field(default_factory=list, repr=False)
     evals: list[float] = field(default_factory=list, repr=False)
 

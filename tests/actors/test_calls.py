@@ -128,6 +128,18 @@ async def test_streams_deliver_items_in_order_then_the_error() -> None:
         assert got == [0, 1, 2]
 
 
+async def test_generators_and_methods_are_not_mistaken_for_each_other() -> None:
+    async with actors.Runtime() as rt:
+        worker = await rt.spawn(Worker)
+        for generator in (worker.count, worker.count_blocking):
+            with pytest.raises(TypeError, match=r"call it with \.stream"):
+                await generator(3)
+        for method in (worker.add, worker.blocking_add):
+            with pytest.raises(TypeError, match=r"call it without \.stream"):
+                await anext(method.stream(3))
+        assert await worker.add(0) == 0
+
+
 async def test_cancelling_the_task_cancels_the_remote_call() -> None:
     async with actors.Runtime() as rt:
         worker = await rt.spawn(Worker)
@@ -155,6 +167,38 @@ async def test_result_blocks_a_thread_and_refuses_the_loop() -> None:
             await asyncio.to_thread(lambda: worker.sleep.result(60, timeout=0.05))
         with pytest.raises(actors.WouldBlockLoop):
             worker.add.result(1)
+
+
+class Plain:
+    """Has `def` methods only: its code runs in a thread, `__init__` too."""
+
+    def __init__(self, name: str) -> None:
+        self.runtime = actors.current().runtime
+        self.worker = self.runtime.wait(self.runtime.lookup(name))
+
+    def add(self, k: int) -> int:
+        answer: int = self.worker.add.result(k)
+        return answer
+
+    def end_it(self) -> str:
+        self.runtime.wait(self.worker.stop())
+        state: str = self.worker.state
+        return state
+
+    def too_long(self) -> None:
+        self.runtime.wait(self.runtime.lookup("never", timeout=60), timeout=0.05)
+
+
+async def test_code_in_threads_looks_up_and_stops_actors_with_wait() -> None:
+    async with actors.Runtime() as rt:
+        await rt.spawn(Worker, 1, name="w")
+        plain = await rt.spawn(Plain, "w")
+        assert await plain.add(1) == 2
+        with pytest.raises(actors.CallTimeout):
+            await plain.too_long()
+        assert await plain.end_it() == "dead"
+        with pytest.raises(actors.WouldBlockLoop):
+            rt.wait(rt.lookup("w"))
 
 
 async def test_a_hosted_object_is_called_from_another_process() -> None:

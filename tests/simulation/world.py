@@ -5,8 +5,8 @@ Pretended: the model (scripted engine), the learner's arithmetic, time. Everythi
 does: producers, the learner at three places of its step, the engine, judges, the whole driver,
 which then resumes from its last snapshot in a new arena.
 
-What must hold, whatever happens, is in `_Checker`; `violations` of a run that is not as it must be
-are raised as `Violation` with the seed. Called by the test and by `python -m tests.simulation`.
+What must hold, whatever happens, is in `_Checker`; what does not is raised as `Violation` with the
+seed. Called by the test and by `python -m tests.simulation`.
 """
 
 from __future__ import annotations
@@ -142,16 +142,30 @@ class _Judge(CountingJudge):
 
 
 class _Wire:
-    """A producer's connection to the dispatcher; cut by its death, with calls under way lost."""
+    """A producer's connection to the dispatcher; cut by its death.
+
+    As with a real one, a call that has arrived is carried out also when its caller has died, and a
+    call that comes after the cut gets no answer, ever.
+    """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self.cut = False
+        self._served: set[asyncio.Future[Any]] = set()
 
     async def _call(self, name: str, *args: Any, **options: Any) -> Any:
         if self.cut:
             await asyncio.get_running_loop().create_future()  # no answer comes, ever
-        return await getattr(self._dispatcher, name)(*args, **options)
+        served = asyncio.ensure_future(getattr(self._dispatcher, name)(*args, **options))
+        self._served.add(served)
+        served.add_done_callback(self._seen)
+        return await asyncio.shield(served)
+
+    def _seen(self, served: asyncio.Future[Any]) -> None:
+        """Its error, if any, has gone to the caller or is of no interest to a dead one."""
+        self._served.discard(served)
+        if not served.cancelled():
+            served.exception()
 
     async def draw(self, owner: str, n: int = 1) -> Sequence[Work]:
         return await self._call("draw", owner, n)  # type: ignore[no-any-return]

@@ -59,6 +59,13 @@ def test_a_shorthand_override_keeps_the_rest_of_its_section(tmp_path: Path) -> N
     assert (config.schedule.name, config.schedule.steps) == ("sync", 7)
 
 
+def test_another_model_replaces_the_one_that_is_written_out(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(GOOD)
+    config = load(file, [f"model={tmp_path}", "learner.replay=false"])
+    assert (config.model.path, config.model.config) == (str(tmp_path), None)
+
+
 def test_every_kind_of_mistake_is_reported_in_one_go_with_its_line(tmp_path: Path) -> None:
     text = DENSE + (
         "learner: {lr: fast, replay: true, betas: [0.9]}\n"  # line 8

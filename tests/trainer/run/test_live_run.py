@@ -106,3 +106,37 @@ def test_a_bad_configuration_starts_nothing(
     assert main(["train", str(config), "--set", f"run.folder={tmp_path / 'runs'}"]) == 2
     assert "did you mean `schedule`?" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+TWO_TURNS = """
+class TwoTurns:
+    def __init__(self, between): self.between = between
+    async def run(self, session, prompt):
+        await session.generate(prompt.text)
+        await session.generate(self.between)
+"""
+
+
+def test_an_exported_folder_and_a_users_multi_turn_environment_train(
+    finished: tuple[runs.Result, runs.Run], tmp_path: Path
+) -> None:
+    _, before = finished
+    file = tmp_path / "turns.py"
+    file.write_text(TWO_TURNS)
+    environment = f"{{kind: class, target: '{file}:TwoTurns', params: {{between: '='}}}}"
+    run = runs.start(
+        tmp_path,
+        f"model={before.folder / f'hf/step-{STEPS}'}",
+        f"tasks[0].environment={environment}",
+        "rollout.max_new_tokens=4",
+        "schedule.steps=2",
+        "eval.prompts=0",
+        "checkpoint.final=false",
+    )
+    result = run.result()
+    assert result.status == 0, result.stderr
+    assert result.summary["ledger"]["failed"] == 0
+    assert run.steps()[0]["learner/logprob_diff_max"] < 1e-4
+    rows = pq.read_table(run.folder / "trajectories/step-2.parquet").to_pylist()
+    assert all("=" in row["response"] for row in rows)
+    runs.check_clean(result, run.name)

@@ -67,11 +67,11 @@ def _produce(
 ) -> list[float]:
     """Hands over `draft` and n - 1 objects after it; ns of each."""
     elapsed_ns = []
+    payload = memoryview(value)
     for turn in range(n):
         begin = time.perf_counter_ns()
         following = store.build(value.nbytes)
-        head = HEAD.pack(begin, bytes(following.ref), turn == n - 1)
-        value[: HEAD.size] = np.frombuffer(head, dtype=np.uint8)
+        HEAD.pack_into(payload, 0, begin, bytes(following.ref), turn == n - 1)
         draft.array[:] = value
         ref = draft.seal()
         elapsed_ns.append(float(ELAPSED.unpack(_answer(answers))[0]))

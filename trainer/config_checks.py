@@ -136,6 +136,8 @@ def _routing(config: Config) -> _Found:
     if not config.learner.replay:
         return
     mixture = config.model.is_mixture
+    if _number(config.model.config or {}, "num_experts", "num_local_experts") in (0, 1):
+        mixture = False
     if mixture is None:
         mixture = _experts_in_folder(config)
     if mixture is False:

@@ -160,6 +160,11 @@ def test_numbers_of_a_model_that_cannot_be_built(
     assert words in mistakes(tmp_path, GOOD.replace(old, new))[f"model.config.{path}"]
 
 
+def test_a_mixture_of_no_experts_with_replay_on_is_no_mixture(tmp_path: Path) -> None:
+    found = mistakes(tmp_path, GOOD.replace("num_experts: 8", "num_experts: 0"))
+    assert "no experts" in found["learner.replay"]
+
+
 def test_a_model_folder_without_a_model_is_found_before_anything_starts(tmp_path: Path) -> None:
     text = GOOD.split("tasks:")[1]
     assert "config.json" in mistakes(tmp_path, f"model: {tmp_path}\ntasks:{text}")["model.path"]

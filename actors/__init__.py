@@ -13,7 +13,8 @@
 
     actors.run(main())
 
-This package imports neither torch nor pyzmq; `shmstore` only when a runtime has a store.
+Importing it loads neither torch nor pyzmq (used for tcp alone) nor, until a runtime has a store,
+`shmstore`.
 """
 
 from .context import ActorContext, current

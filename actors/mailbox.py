@@ -288,6 +288,8 @@ class LocalActor:
         call.begun = True
         CURRENT_CALL.set(call.ctx)
         try:
+            if call.method.shape is Shape.ASYNC_STREAM:
+                raise TypeError(f"{call.method.name} is a generator; call it with .stream")
             value = await call.function(*call.args, **call.kwargs)
         except BaseException as error:  # a method's error is its caller's, whatever it is
             self._finish_error(call, error)

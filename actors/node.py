@@ -49,7 +49,7 @@ log = logging.getLogger("actors")
 # Calls in flight from one process to one actor; more wait in the caller.
 IN_FLIGHT_MAX = 4096
 # Calls that wait in the caller for one actor; more raise QueueFull.
-WAITING_MAX = 1 << 16
+WAITING_MAX = 1 << 18
 # Dead actors of which this process remembers why.
 DEAD_REMEMBERED_MAX = 1024
 # After a link broke: how long to wait for the supervisor's word on why.

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 
 #include "block_allocator.h"
 #include "client_table.h"
@@ -23,7 +24,6 @@ namespace {
 constexpr const char* kLockSuffix = "~lock";
 constexpr const char* kNewSuffix = "~new";
 constexpr const char* kNewLockSuffix = "~newlock";
-constexpr std::int64_t kDirectoryWaitNs = 10'000'000'000;
 
 std::string prefix() { return "shmrl-" + std::to_string(::geteuid()) + "-"; }
 
@@ -172,10 +172,30 @@ bool file_id(const std::string& path, FileId& out) noexcept {
 
 std::string lock_path(const std::string& arena_path) { return arena_path + kLockSuffix; }
 
-DirectoryLock::DirectoryLock(const std::string& directory)
+namespace {
+
+// "pid N" of the process that has the flock on this file, as the kernel tells it.
+std::string flock_holder(int fd) {
+  struct stat info{};
+  if (::fstat(fd, &info) != 0) return "another process";
+  std::string const wanted = ":" + std::to_string(info.st_ino) + " ";
+  std::ifstream locks("/proc/locks");
+  // "5: FLOCK  ADVISORY  WRITE 1234 fe:00:2318 0 EOF"
+  for (std::string line; std::getline(locks, line);) {
+    if (line.find("FLOCK") == std::string::npos || line.find(wanted) == std::string::npos) continue;
+    std::size_t const at = line.find("WRITE ");
+    if (at == std::string::npos || line.find("->") != std::string::npos) continue;
+    return "process " + line.substr(at + 6, line.find(' ', at + 6) - at - 6);
+  }
+  return "another process";
+}
+
+}  // namespace
+
+DirectoryLock::DirectoryLock(const std::string& directory, std::int64_t wait_ns)
     : fd_(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
   if (fd_ < 0) throw_system("open", directory);
-  std::int64_t const deadline = monotonic_ns() + kDirectoryWaitNs;
+  std::int64_t const deadline = monotonic_ns() + wait_ns;
   // flock has no time-out of its own; a holder keeps it for the time of one create or join.
   while (::flock(fd_, LOCK_EX | LOCK_NB) != 0) {
     if (errno != EWOULDBLOCK && errno != EINTR) {
@@ -185,9 +205,12 @@ DirectoryLock::DirectoryLock(const std::string& directory)
       throw_system("flock", directory);
     }
     if (monotonic_ns() >= deadline) {
+      std::string const holder = flock_holder(fd_);
       ::close(fd_);
-      throw Failure(Status::stuck, "another process has held the lock on " + directory +
-                                       " for ten seconds: is one stopped in create or attach?");
+      throw Failure(Status::stuck,
+                    holder + " has held the lock on the arena names in " + directory + " for " +
+                        std::to_string(wait_ns / 1'000'000) +
+                        " ms: is it stopped (SIGSTOP, debugger) in create or attach?");
     }
     timespec const pause{0, 500'000};
     ::nanosleep(&pause, nullptr);

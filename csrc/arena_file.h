@@ -25,10 +25,13 @@ bool valid_arena_name(std::string_view name) noexcept;
 std::string arena_path(const std::string& directory, std::string_view name);
 std::string lock_path(const std::string& arena_path);
 
-// The lock on a directory's arena names. Throws Failure(stuck) after ten seconds.
+inline constexpr std::int64_t kDirectoryWaitNs = 30'000'000'000;
+
+// The lock on a directory's arena names. Throws Failure(stuck), which names the holder, after
+// `wait_ns`.
 class DirectoryLock {
  public:
-  explicit DirectoryLock(const std::string& directory);
+  explicit DirectoryLock(const std::string& directory, std::int64_t wait_ns = kDirectoryWaitNs);
   ~DirectoryLock();
   DirectoryLock(const DirectoryLock&) = delete;
   DirectoryLock& operator=(const DirectoryLock&) = delete;

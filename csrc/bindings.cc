@@ -353,7 +353,6 @@ nb::list check(StoreCore& core) {
     const WithoutGil released;
     status = store.check(problems);
   }
-
   require(status);
   nb::list list;
   for (const std::string& problem : problems) list.append(to_str(problem));
@@ -369,7 +368,6 @@ nb::tuple sweep(StoreCore& core) {
     const WithoutGil released;
     status = store.sweep(report);
   }
-
   require(status);
   return nb::make_tuple(report.clients, report.objects, report.bytes, report.sessions_inherited,
                         report.sessions_released);
@@ -398,7 +396,6 @@ nb::list arenas(const std::string& directory, bool remove_debris) {
     infos = remove_debris ? shmrl::Store::remove_debris(directory) : shmrl::Store::list(directory);
   }
   for (const ArenaInfo& info : infos) list.append(to_dict(info));
-
   return list;
 }
 

@@ -44,7 +44,7 @@ T* allocate(PyTypeObject* type) {
   return object;
 }
 
-void release(PyObject* self) {
+void destroy(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_Free(self);
   Py_DECREF(type);
@@ -71,7 +71,7 @@ auto guarded(Body&& body) noexcept -> decltype(body()) {
 void ref_dealloc(PyObject* self) {
   if (as_ref(self)->weakrefs != nullptr) PyObject_ClearWeakRefs(self);
   as_ref(self)->hold.~Hold();
-  release(self);
+  destroy(self);
 }
 
 Py_hash_t ref_hash(PyObject* self) {
@@ -231,7 +231,7 @@ PyType_Spec ref_spec = {
 
 void pin_dealloc(PyObject* self) {
   as_pin(self)->pin.~Pin();
-  release(self);
+  destroy(self);
 }
 
 int pin_buffer(PyObject* self, Py_buffer* view, int flags) {
@@ -273,7 +273,7 @@ PyObject* unguarded_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 
 void unguarded_dealloc(PyObject* self) {
   PyBuffer_Release(&as_unguarded(self)->source);
-  release(self);
+  destroy(self);
 }
 
 int unguarded_buffer(PyObject* self, Py_buffer* view, int flags) {
@@ -310,7 +310,7 @@ void view_dealloc(PyObject* self) {
   draft->view = nullptr;
   draft->kept.reset();
   Py_DECREF(draft);
-  release(self);
+  destroy(self);
 }
 
 int view_buffer(PyObject* self, Py_buffer* view, int flags) {
@@ -334,7 +334,7 @@ void draft_dealloc(PyObject* self) {
   object->draft.~Draft();
   object->kept.~Pin();
   Py_XDECREF(object->store);
-  release(self);
+  destroy(self);
 }
 
 shmrl::Store& store_of_draft(DraftObject* object) {

@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <optional>
 
 #include "client_table.h"
 
@@ -20,6 +21,7 @@ namespace os = object_state;
 // How often a reference meets an object whose end is being decided; each look waits for the
 // decider.
 constexpr int kLooksMax = 1000;
+constexpr std::int64_t kListWaitNs = 500'000'000;  // then list() looks without the directory's lock
 
 // What this process has open. Never destroyed: destructors of Python objects may run after ours.
 struct Registry {
@@ -182,7 +184,7 @@ ArenaInfo inspect(const std::string& directory, const std::string& name,
 
 ProcessArena* ProcessArena::create(const std::string& name, const Options& options) {
   std::scoped_lock const guard(registry().mutex);
-  DirectoryLock const names(options.directory);
+  DirectoryLock const names(options.directory, options.lock_limit_ns);
   FileId id;
   if (file_id(arena_path(options.directory, name), id)) {
     ArenaInfo const there = inspect(options.directory, name, &ProcessArena::find_open);
@@ -201,7 +203,7 @@ ProcessArena* ProcessArena::create(const std::string& name, const Options& optio
 
 ProcessArena* ProcessArena::attach(const std::string& name, const AttachOptions& options) {
   std::scoped_lock const guard(registry().mutex);
-  DirectoryLock const names(options.directory);
+  DirectoryLock const names(options.directory, options.lock_limit_ns);
   FileId id;
   if (file_id(arena_path(options.directory, name), id)) {
     if (ProcessArena* const process = find_open(id); process != nullptr) {
@@ -260,7 +262,14 @@ Status ProcessArena::unlink(const std::string& name, const std::string& director
 
 std::vector<ArenaInfo> ProcessArena::list(const std::string& directory) {
   std::scoped_lock const guard(registry().mutex);
-  DirectoryLock const names(directory);
+  std::optional<DirectoryLock> names;
+  try {
+    names.emplace(directory, kListWaitNs);
+  } catch (const Failure& failure) {
+    // Looking changes nothing: where a stopped process holds the names, people need to look all the
+    // more.
+    if (failure.status() != Status::stuck) throw;
+  }
   std::vector<std::string> leftovers;
   std::vector<ArenaInfo> result;
   for (const std::string& name : arena_names(directory, leftovers))

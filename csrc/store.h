@@ -113,7 +113,7 @@ struct Options {
   std::uint64_t max_attachments = 0;            // 0: as many as max_objects plus max_sessions
   std::uint32_t max_owners = kOwnersMax;        // 16..kOwnersMax
   std::string directory = "/dev/shm";           // a tmpfs; tests use another
-  std::int64_t lock_limit_ns = 30'000'000'000;  // then Status::stuck
+  std::int64_t lock_limit_ns = 30'000'000'000;  // for a live holder of any lock; then Status::stuck
   std::int64_t spin_ns = 20'000;  // how long a wait for a seal spins before it sleeps (0: sleep)
 };
 

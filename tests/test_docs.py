@@ -197,3 +197,20 @@ def test_the_page_of_errors_names_every_error_and_no_other() -> None:
     assert not known - named, f"docs/errors.md does not say what to do about {known - named}"
     others = {"INIT", "Segment", "ErrorClass"}
     assert not named - known - others - {w for w in named if w.isupper()}, named - known - others
+
+
+def test_files_that_comments_name_exist() -> None:
+    """`object_table.cc` in a comment or docstring of the sources is a file of the tree."""
+    paths = [tree.name(path) for path in tree.all_files()]
+    sources = [path for path in tree.all_files() if path.suffix in (".h", ".cc", ".py")]
+    placeholders = {"file.py", "folder/file.py"}
+    problems = [
+        f"{tree.name(path)}:{number}: {found}"
+        for path in sources
+        if not tree.name(path).startswith("tests/")
+        for number, line in enumerate(tree.source(path).splitlines(), 1)
+        if not line.startswith("#include")
+        for found in re.findall(r"(?<![\w/.*-])[\w/]+\.(?:h|cc|py)\b", line)
+        if found not in placeholders and not any(f"/{p}".endswith(f"/{found}") for p in paths)
+    ]
+    assert not problems, "\n" + "\n".join(problems)

@@ -290,7 +290,9 @@ class Config:
     rollout: RolloutConfig = _opt_of(RolloutConfig, "Groups and sampling.")
     engine: EngineConfig = _opt_of(EngineConfig, "The model that generates.")
     learner: LearnerConfig = _opt_of(LearnerConfig, "The model that trains.")
-    schedule: ScheduleConfig = _opt_of(ScheduleConfig, "Who waits for whom.", shorthand="name")
+    schedule: ScheduleConfig = _opt_of(
+        ScheduleConfig, "Who waits for whom.", shorthand="name", keeps=True
+    )
     replay: ReplayConfig = _opt_of(ReplayConfig, "The buffer.")
     eval: EvalConfig = _opt_of(EvalConfig, "Held-out evaluation.")
     checkpoint: CheckpointConfig = _opt_of(CheckpointConfig, "Checkpoints and exports.")
@@ -312,6 +314,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         for f in dataclasses.fields(Config)
         if "shorthand" in f.metadata
     }
+    source.keeping = frozenset(f.name for f in dataclasses.fields(Config) if "keeps" in f.metadata)
     for text in overrides:
         parse_override(source, text)
     config: Config | None = build(Config, source.values, "", source)

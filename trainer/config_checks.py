@@ -8,9 +8,11 @@ Called by `trainer.config.load` only.
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainer.config import Config, TaskConfig
@@ -24,7 +26,8 @@ _RUN_NAME_BYTES_MAX = 40
 
 def check(config: Config, source: Source) -> None:
     """Adds to `source.mistakes` whatever makes this configuration impossible to run."""
-    for rule in (_names, _batches, _intervals, _replay, _routing, _schedule, _tasks, _memory):
+    rules = (_names, _batches, _intervals, _replay, _model, _routing, _schedule, _tasks, _memory)
+    for rule in rules:
         for path, message in rule(config):
             source.add(path, message)
 
@@ -102,6 +105,31 @@ def _replay(config: Config) -> _Found:
             "replay.tail_batch",
             "gathers expired groups for a new attempt, but replay.expiry is drop: use retry, or 0",
         )
+
+
+def _model(config: Config) -> _Found:
+    path = config.model.path
+    if path is not None and not (Path(path) / "config.json").is_file():
+        yield "model.path", f"{path!r} is no folder with a config.json (from {Path.cwd()})"
+    values = config.model.config or {}
+    experts = _number(values, "num_experts", "num_local_experts")
+    chosen = _number(values, "num_experts_per_tok")
+    if experts is not None and chosen is not None and not 1 <= chosen <= experts:
+        yield (
+            "model.config.num_experts_per_tok",
+            f"is {chosen}; a token can use 1 to {experts} experts (there are no more)",
+        )
+    heads, groups = _number(values, "num_attention_heads"), _number(values, "num_key_value_heads")
+    if heads is not None and groups is not None and (groups < 1 or heads % groups):
+        yield (
+            "model.config.num_key_value_heads",
+            f"is {groups}; it must divide num_attention_heads ({heads})",
+        )
+
+
+def _number(values: Mapping[str, object], *names: str) -> int | None:
+    found = [values[name] for name in names if name in values]
+    return found[0] if found and isinstance(found[0], int) else None
 
 
 def _routing(config: Config) -> _Found:
@@ -209,6 +237,8 @@ def _importable(target: str) -> Iterator[str]:
     elif module.endswith(".py"):
         if not Path(module).is_file():
             yield f"{module!r} is no file (from {Path.cwd()})"
+        else:
+            yield from _named_in(Path(module), name)
     else:
         try:
             spec = importlib.util.find_spec(module)
@@ -216,6 +246,31 @@ def _importable(target: str) -> Iterator[str]:
             spec = None
         if spec is None:
             yield f"module {module!r} cannot be found"
+        elif spec.origin is not None and spec.origin.endswith(".py"):
+            yield from _named_in(Path(spec.origin), name)
+
+
+def _named_in(file: Path, name: str) -> Iterator[str]:
+    """What is wrong with `name` as a top-level name of a Python file; nothing of it is run."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError) as error:
+        yield f"{file} is not Python that can be read: {error}"
+        return
+    names: set[str] = set()
+    for node in ast.walk(ast.Module(body, [])):
+        if isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names):
+            return  # a star may bring any name
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((a.asname or a.name).partition(".")[0] for a in node.names)
+    if name.partition(".")[0] not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        yield f"{file} has no `{name}`{hint}"
 
 
 def _memory(config: Config) -> _Found:

@@ -79,6 +79,8 @@ class Source:
     mistakes: list[Mistake] = dataclasses.field(default_factory=list)
     shorthands: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Section → the field that a plain string in its place stands for."""
+    keeping: frozenset[str] = frozenset()
+    """Sections of which an override by such a string keeps the other fields."""
 
     def mistake(self, path: str, message: str) -> None:
         self.mistakes.append(Mistake(path, message, self._line(path)))
@@ -200,9 +202,14 @@ def parse_override(source: Source, text: str) -> None:
         elif not isinstance(at, dict):
             source.mistake(path, f"--set: {'.'.join(keys[:depth])} is a plain value, not a section")
             return
-        elif last and isinstance(at.get(key), dict) and isinstance(parsed, str):
+        elif (
+            last
+            and key in source.keeping
+            and isinstance(at.get(key), dict)
+            and isinstance(parsed, str)
+        ):
             # `schedule=sync` on a section that is written out changes its name and no more.
-            at[key] = {**at[key], source.shorthands.get(key, key): parsed}
+            at[key] = {**at[key], source.shorthands[key]: parsed}
         elif last:
             at[key] = parsed
         else:

@@ -260,6 +260,9 @@ class _Run:
         dispatcher.buffer.close()
         parts.store.sessions.release_owned(STATE_OWNER)
         parts.store.sessions.release_owned(WEIGHTS_OWNER)
+        # What was produced since the last batch is part of the run as well.
+        rest = dispatcher.buffer.accounts.window.close({}).total
+        self.summary.tokens_generated += rest.produced_tokens
         self.summary.ledger = dispatcher.report()
         dispatcher.check_books()
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Config, load, resolved
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError
 
 __all__ = ["BadRunFolder", "RunFolder", "default_run_name", "write_atomically"]
 
@@ -36,7 +36,7 @@ _LATEST = "latest"
 _STEP = "step-"
 
 
-class BadRunFolder(TrainerError):
+class BadRunFolder(ConfigError):
     """A folder that is no run, or a run without what was asked for."""
 
 
@@ -56,9 +56,14 @@ class RunFolder:
                 "name (--set run.name=...)"
             )
         folder = cls(path)
-        for part in (path, folder.checkpoints, folder.logs):
-            part.mkdir(parents=True, exist_ok=True)
-        folder.write_config(config)
+        try:
+            for part in (path, folder.checkpoints, folder.logs):
+                part.mkdir(parents=True, exist_ok=True)
+            folder.write_config(config)
+        except OSError as error:
+            raise BadRunFolder(
+                f"{path} cannot be written: {error}; choose another place (--set run.folder=...)"
+            ) from error
         return folder
 
     @classmethod

@@ -35,7 +35,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from trainer import segment_codec
 from trainer.errors import SnapshotError, SnapshotVersion
-from trainer.rollout import Group, Segment, Status
+from trainer.rollout import Group, Status
 
 if TYPE_CHECKING:
     from shmstore import ObjectRef, Store
@@ -306,17 +306,7 @@ def _put(store: Store, value: Any) -> ObjectRef:
     """
     if not segment_codec.is_segment(value):
         return store.put(value)
-    columns = segment_codec.read(value)
-    segment = Segment(
-        token_ids=columns.token_ids,
-        labels=columns.labels,
-        logprobs=columns.logprobs,
-        model_steps=columns.model_steps,
-        text=columns.text,
-        routed_experts=columns.routed_experts,
-        n_routed=columns.n_routed,
-        routed_before=columns.routed_before,
-    )
+    segment = segment_codec.read(value).as_segment()
     return store.put_stream(segment_codec.encode(segment))
 
 

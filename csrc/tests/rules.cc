@@ -14,6 +14,7 @@
 #include <set>
 #include <thread>
 
+#include "arena_file.h"
 #include "harness.h"
 
 using namespace shmrl;
@@ -1065,6 +1066,34 @@ void list_shows_the_living_and_the_debris_and_disturbs_nobody() {
   OK(Store::unlink(name));
 }
 
+void a_process_stopped_while_it_joins_is_named_and_listing_goes_on() {
+  char folder[] = "/dev/shm/rules-stopped-XXXXXX";
+  EXPECT(::mkdtemp(folder) != nullptr);
+  Options options = small();
+  options.directory = folder;
+  options.lock_limit_ns = 50'000'000;
+  auto store = create("there", options);
+  pid_t const child = start([&] {
+    DirectoryLock const names(folder);
+    ::kill(::getpid(), SIGSTOP);
+  });
+  int status = 0;
+  EXPECT(::waitpid(child, &status, WUNTRACED) == child && WIFSTOPPED(status));
+  std::unique_ptr<Store> another;
+  EXPECT_STATUS(Status::stuck, Store::create("new", options, another));
+  EXPECT(Store::detail().find("process " + std::to_string(child) + " ") != std::string::npos);
+  EXPECT(Store::list(folder).size() == 1);
+  put(*store, 100, 1).reset();  // who is attached notices nothing
+  ::kill(child, SIGCONT);
+  EXPECT(exited_well(wait_for(child)));
+  OK(Store::create("new", options, another));
+  another.reset();
+  store.reset();
+  OK(Store::unlink("new", folder));
+  OK(Store::unlink("there", folder));
+  EXPECT(::rmdir(folder) == 0);
+}
+
 void damaged_files_are_refused() {
   // In a folder of its own, so that removing debris removes nobody else's.
   char folder[] = "/dev/shm/rules-damaged-XXXXXX";
@@ -1255,6 +1284,7 @@ constexpr Test kTests[] = {
     T(an_unlinked_arena_goes_on_for_its_clients),
     T(racing_creators_have_one_winner),
     T(list_shows_the_living_and_the_debris_and_disturbs_nobody),
+    T(a_process_stopped_while_it_joins_is_named_and_listing_goes_on),
     T(damaged_files_are_refused),
     T(a_full_file_system_is_an_error_and_no_signal),
     T(readers_cannot_write),

@@ -128,6 +128,18 @@ async def test_streams_deliver_items_in_order_then_the_error() -> None:
         assert got == [0, 1, 2]
 
 
+async def test_generators_and_methods_are_not_mistaken_for_each_other() -> None:
+    async with actors.Runtime() as rt:
+        worker = await rt.spawn(Worker)
+        for generator in (worker.count, worker.count_blocking):
+            with pytest.raises(TypeError, match=r"call it with \.stream"):
+                await generator(3)
+        for method in (worker.add, worker.blocking_add):
+            with pytest.raises(TypeError, match=r"call it without \.stream"):
+                await anext(method.stream(3))
+        assert await worker.add(0) == 0
+
+
 async def test_cancelling_the_task_cancels_the_remote_call() -> None:
     async with actors.Runtime() as rt:
         worker = await rt.spawn(Worker)

@@ -91,6 +91,10 @@ def test_free_counts_what_it_ended_and_takes_anything_twice(store: Store) -> Non
     assert store.free(refs) == 0
     assert store.free([]) == 0
     assert store.free(ref for ref in refs) == 0
+    # An iterator may hold the only references.
+    assert store.free(store.put(bytes([i])) for i in range(3)) == 3
+    assert store.free(map(store.put, [b"a", b"b"])) == 2
+    assert store.free(iter([store.put(b"c")])) == 1
 
 
 def test_free_counts_what_an_iterator_alone_held(store: Store) -> None:

@@ -255,7 +255,6 @@ class TorchEngine:
             # Let everything that was woken in this turn of the loop ask first, so that requests
             # made together are admitted together.
             await asyncio.sleep(0)
-            began = time.perf_counter()
             try:
                 outcomes = await self._loop.run_in_executor(self._worker, self._work)
             except (
@@ -264,7 +263,6 @@ class TorchEngine:
                 self._broken = error
                 self._end_all(EngineError(f"the engine broke: {error!r}"))
                 return
-            self._busy_s += time.perf_counter() - began
             self._deliver(outcomes)
             if self._closing:
                 self._end_all(EngineClosed("the engine was closed"))
@@ -296,6 +294,7 @@ class TorchEngine:
         """Runs until nothing is left to do; → what ended last, the rest was delivered before."""
         assert self._loop is not None
         batcher = self._batcher
+        began = time.perf_counter()
         while True:
             while self._inbox:
                 item = self._inbox.popleft()
@@ -313,6 +312,8 @@ class TorchEngine:
             self._tokens += len(batcher.running)
             batcher.decode(self._model_step)
             outcomes = batcher.take_outcomes()
+            ended = time.perf_counter()  # after each pass: a busy engine may not return for hours
+            self._busy_s, began = self._busy_s + ended - began, ended
             if not batcher.busy and not self._inbox and not self._swaps:
                 return outcomes
             if outcomes:

@@ -274,6 +274,21 @@ class Brake:
         self._go.set()
 
 
+def test_the_time_that_the_worker_is_busy_is_known_while_it_still_is() -> None:
+    async def run() -> None:
+        async with running() as engine:
+            brake = Brake(engine, at=6)
+            task = asyncio.create_task(engine.generate(_endless("r")))
+            await brake.reached()
+            first = engine.counters.busy_s
+            assert first > 0
+            brake.let_go()
+            await task
+            assert engine.counters.busy_s > first
+
+    asyncio.run(run())
+
+
 def test_abort_keeps_what_there_is_and_leaves_the_others_alone() -> None:
     async def run() -> None:
         async with running(max_batch=2) as engine:

@@ -59,6 +59,14 @@ def test_a_shorthand_override_keeps_the_rest_of_its_section(tmp_path: Path) -> N
     assert (config.schedule.name, config.schedule.steps) == ("sync", 7)
 
 
+def test_another_model_replaces_the_one_that_is_written_out(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(GOOD)
+    (tmp_path / "config.json").write_text("{}")
+    config = load(file, [f"model={tmp_path}", "learner.replay=false"])
+    assert (config.model.path, config.model.config) == (str(tmp_path), None)
+
+
 def test_every_kind_of_mistake_is_reported_in_one_go_with_its_line(tmp_path: Path) -> None:
     text = DENSE + (
         "learner: {lr: fast, replay: true, betas: [0.9]}\n"  # line 8
@@ -127,6 +135,47 @@ def test_mistakes_in_tasks_and_model(
     tmp_path: Path, old: str, new: str, path: str, words: str
 ) -> None:
     assert words in mistakes(tmp_path, GOOD.replace(old, new))[path]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "path", "words"),
+    [
+        (
+            "num_experts: 8",
+            "num_experts: 4, num_experts_per_tok: 9",
+            "num_experts_per_tok",
+            "1 to 4",
+        ),
+        (
+            "num_experts: 8",
+            "num_experts: 8, num_attention_heads: 4, num_key_value_heads: 3",
+            "num_key_value_heads",
+            "must divide",
+        ),
+    ],
+)
+def test_numbers_of_a_model_that_cannot_be_built(
+    tmp_path: Path, old: str, new: str, path: str, words: str
+) -> None:
+    assert words in mistakes(tmp_path, GOOD.replace(old, new))[f"model.config.{path}"]
+
+
+def test_a_model_folder_without_a_model_is_found_before_anything_starts(tmp_path: Path) -> None:
+    text = GOOD.split("tasks:")[1]
+    assert "config.json" in mistakes(tmp_path, f"model: {tmp_path}\ntasks:{text}")["model.path"]
+
+
+@pytest.mark.parametrize("place", ["judge", "environment"])
+def test_a_name_that_a_users_file_does_not_have_is_found_without_running_it(
+    tmp_path: Path, place: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("raise SystemExit('was run')\ndef score(p, t): return 1\n")
+    kind = {"judge": "callable", "environment": "class"}[place]
+    section = f"{place}: {{kind: {kind}, target: '{file}:scroe'}}"
+    text = GOOD.replace("    judge: exact\n", "") + f"    {section}\n"
+    found = mistakes(tmp_path, text)[f"tasks[0].{place}.target"]
+    assert "did you mean `score`?" in found
 
 
 def test_a_key_given_twice_is_a_mistake_and_not_the_last_one_wins(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def test_a_run_ends_with_its_result_and_balanced_books(
     assert result.status == 0, result.stderr
     assert (result.summary["exit"], result.summary["steps"]) == (0, STEPS)
     assert result.summary["tokens_generated"] >= result.summary["tokens_trained"] > 0
+    if result.summary["ledger"]["produced"] > result.summary["ledger"]["trained"]:
+        assert result.summary["tokens_generated"] > result.summary["tokens_trained"]
     assert 0.0 <= result.summary["learner_wait_share"] <= 1.0
     assert json.loads((run.folder / "summary.json").read_text()) == result.summary
     runs.check_clean(result, run.name)
@@ -92,7 +94,7 @@ def test_the_checkpoint_can_be_evaluated(
     assert main(["eval", str(run.folder), "--prompts", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["prompts"], found["rollouts"]) == (STEPS, 4, 4)
-    assert main(["eval", str(run.folder), "--step", "3"]) == 1
+    assert main(["eval", str(run.folder), "--step", "3"]) == 2
     assert "there are: step-4" in capsys.readouterr().err
 
 
@@ -106,3 +108,37 @@ def test_a_bad_configuration_starts_nothing(
     assert main(["train", str(config), "--set", f"run.folder={tmp_path / 'runs'}"]) == 2
     assert "did you mean `schedule`?" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+TWO_TURNS = """
+class TwoTurns:
+    def __init__(self, between): self.between = between
+    async def run(self, session, prompt):
+        await session.generate(prompt.text)
+        await session.generate(self.between)
+"""
+
+
+def test_an_exported_folder_and_a_users_multi_turn_environment_train(
+    finished: tuple[runs.Result, runs.Run], tmp_path: Path
+) -> None:
+    _, before = finished
+    file = tmp_path / "turns.py"
+    file.write_text(TWO_TURNS)
+    environment = f"{{kind: class, target: '{file}:TwoTurns', params: {{between: '='}}}}"
+    run = runs.start(
+        tmp_path,
+        f"model={before.folder / f'hf/step-{STEPS}'}",
+        f"tasks[0].environment={environment}",
+        "rollout.max_new_tokens=4",
+        "schedule.steps=2",
+        "eval.prompts=0",
+        "checkpoint.final=false",
+    )
+    result = run.result()
+    assert result.status == 0, result.stderr
+    assert result.summary["ledger"]["failed"] == 0
+    assert run.steps()[0]["learner/logprob_diff_max"] < 1e-4
+    rows = pq.read_table(run.folder / "trajectories/step-2.parquet").to_pylist()
+    assert all("=" in row["response"] for row in rows)
+    runs.check_clean(result, run.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -41,6 +42,17 @@ def test_a_run_is_never_written_over_and_a_folder_without_a_run_is_refused(
         RunFolder.create(folder.config(), "r")
     with pytest.raises(BadRunFolder, match="no run folder"):
         RunFolder.open(tmp_path / "nothing")
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    config = dataclasses.replace(
+        folder.config(), run=dataclasses.replace(folder.config().run, folder=str(tmp_path / "file"))
+    )
+    with pytest.raises(BadRunFolder, match="choose another place"):
+        RunFolder.create(config, "r")
 
 
 def write_until_the_disk_is_full(folder: RunFolder, step: int) -> None:

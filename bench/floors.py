@@ -23,12 +23,15 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.report import Lap, Samples, collect, pin
+
+if TYPE_CHECKING:
+    import zmq
 
 MESSAGE = b"x" * 64
 STOP = b"stop" + b"\0" * 60
@@ -260,8 +263,8 @@ def _echo_zmq(address: str) -> None:
 
 
 @contextlib.contextmanager
-def zmq_round_trip_lap() -> Iterator[Lap]:
-    """A lap of raw pyzmq: 64 bytes DEALER to ROUTER and back over ipc://, blocking, no asyncio."""
+def _zmq_dealer(queue_max: int) -> Iterator[zmq.Socket[bytes]]:
+    """A DEALER whose messages a ROUTER in another process sends back; STOP goes out at the end."""
     import zmq
 
     with tempfile.TemporaryDirectory() as folder:
@@ -272,20 +275,27 @@ def zmq_round_trip_lap() -> Iterator[Lap]:
             context.socket(zmq.DEALER) as dealer,
         ):
             dealer.rcvtimeo = int(WAIT_S * 1000)
+            dealer.sndhwm = dealer.rcvhwm = queue_max
             dealer.linger = 1000
             dealer.connect(address)
-
-            def trip() -> float:
-                begin = time.perf_counter_ns()
-                dealer.send(MESSAGE)
-                dealer.recv()
-                return time.perf_counter_ns() - begin
-
             try:
-                with pinned(0):
-                    yield trip
+                yield dealer
             finally:
                 dealer.send(STOP)
+
+
+@contextlib.contextmanager
+def zmq_round_trip_lap() -> Iterator[Lap]:
+    """A lap of raw pyzmq: 64 bytes DEALER to ROUTER and back over ipc://, blocking, no asyncio."""
+    with _zmq_dealer(queue_max=1000) as dealer, pinned(0):
+
+        def trip() -> float:
+            begin = time.perf_counter_ns()
+            dealer.send(MESSAGE)
+            dealer.recv()
+            return time.perf_counter_ns() - begin
+
+        yield trip
 
 
 def zmq_round_trip(n: int = 2000) -> Samples:
@@ -296,29 +306,14 @@ def zmq_round_trip(n: int = 2000) -> Samples:
 
 def zmq_in_flight(calls: int = 1000, rounds: int = 20) -> Samples:
     """Raw pyzmq, `calls` messages sent before the first answer is read; ns per message."""
-    import zmq
+    with _zmq_dealer(queue_max=2 * calls) as dealer:
 
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"ipc://{Path(folder) / 'echo'}"
-        with (
-            echo_process(_echo_zmq, address),
-            zmq.Context() as context,
-            context.socket(zmq.DEALER) as dealer,
-        ):
-            dealer.rcvtimeo = int(WAIT_S * 1000)
-            dealer.sndhwm = dealer.rcvhwm = 2 * calls
-            dealer.linger = 1000
-            dealer.connect(address)
+        def burst() -> float:
+            begin = time.perf_counter_ns()
+            for _ in range(calls):
+                dealer.send(MESSAGE)
+            for _ in range(calls):
+                dealer.recv()
+            return (time.perf_counter_ns() - begin) / calls
 
-            def burst() -> float:
-                begin = time.perf_counter_ns()
-                for _ in range(calls):
-                    dealer.send(MESSAGE)
-                for _ in range(calls):
-                    dealer.recv()
-                return (time.perf_counter_ns() - begin) / calls
-
-            try:
-                return collect(burst, rounds)
-            finally:
-                dealer.send(STOP)
+        return collect(burst, rounds)

@@ -73,6 +73,19 @@ class Columns:
         """The segment as text; decoded on demand, because export needs none."""
         return str(self.text_bytes, "utf-8")
 
+    def as_segment(self) -> Segment:
+        """What was stored, over the same bytes."""
+        return Segment(
+            token_ids=self.token_ids,
+            labels=self.labels,
+            logprobs=self.logprobs,
+            model_steps=self.model_steps,
+            text=self.text,
+            routed_experts=self.routed_experts,
+            n_routed=self.n_routed,
+            routed_before=self.routed_before,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Shape:

@@ -35,7 +35,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from trainer import segment_codec
 from trainer.errors import SnapshotError, SnapshotVersion
-from trainer.rollout import Group, Segment, Status
+from trainer.rollout import Group, Status
 
 if TYPE_CHECKING:
     from shmstore import ObjectRef, Store
@@ -55,6 +55,18 @@ _BYTES = b"bytes"
 
 #: Called before each step of writing with its name; tests kill the process there.
 StepHook = Callable[[str], None]
+
+
+#: What a damaged file leads to, whichever part of it is damaged.
+_DAMAGE = (
+    OSError,
+    msgspec.DecodeError,
+    pa.ArrowException,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+)
 
 
 def _no_hook(_: str) -> None:
@@ -248,11 +260,18 @@ def _read(folder: Path, store: Store, owner: str) -> tuple[list[Group], dict[str
     data = _data_folder(folder)
     try:
         groups = msgspec.json.decode((data / "groups.json").read_bytes(), type=list[Group])
-        table = msgspec.json.decode((data / "sessions.json").read_bytes())
+        table = msgspec.json.decode(
+            (data / "sessions.json").read_bytes(), type=dict[str, list[list[int | None]]]
+        )
+        missing = [s for group in groups for s in group.session_ids if s not in table]
+        if missing:
+            raise KeyError(f"sessions.json lacks {missing[:3]} of groups.json")
         state = msgspec.json.decode((data / "state.json").read_bytes())
         _restore_sessions(data, table, store, owner)
-    except (OSError, msgspec.DecodeError, pa.ArrowInvalid, KeyError) as error:
-        raise SnapshotError(f"the snapshot in {folder} cannot be read: {error}") from error
+    except _DAMAGE as error:
+        raise SnapshotError(
+            f"the snapshot in {folder} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     return groups, state
 
 
@@ -287,17 +306,7 @@ def _put(store: Store, value: Any) -> ObjectRef:
     """
     if not segment_codec.is_segment(value):
         return store.put(value)
-    columns = segment_codec.read(value)
-    segment = Segment(
-        token_ids=columns.token_ids,
-        labels=columns.labels,
-        logprobs=columns.logprobs,
-        model_steps=columns.model_steps,
-        text=columns.text,
-        routed_experts=columns.routed_experts,
-        n_routed=columns.n_routed,
-        routed_before=columns.routed_before,
-    )
+    segment = segment_codec.read(value).as_segment()
     return store.put_stream(segment_codec.encode(segment))
 
 

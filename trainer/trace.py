@@ -84,17 +84,8 @@ class TraceStore:
 
     def segment(self, session_id: str, node: int) -> Segment:
         """One segment as read-only views; they pin its bytes while they are kept."""
-        columns = self._read(self._entry(self._objects(session_id), session_id, node).ref)
-        return Segment(
-            token_ids=columns.token_ids,
-            labels=columns.labels,
-            logprobs=columns.logprobs,
-            model_steps=columns.model_steps,
-            text=columns.text,
-            routed_experts=columns.routed_experts,
-            n_routed=columns.n_routed,
-            routed_before=columns.routed_before,
-        )
+        entry = self._entry(self._objects(session_id), session_id, node)
+        return self._read(entry.ref).as_segment()
 
     def leaves(self, session_id: str) -> list[int]:
         """Nodes without children, in the order of insertion."""

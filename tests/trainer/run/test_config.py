@@ -102,6 +102,7 @@ def test_every_kind_of_mistake_is_reported_in_one_go_with_its_line(tmp_path: Pat
         ("engine: {replicas: 2}\n", "engine.inline", "must be false"),
         ("rollout: {temperature: 0.7}\n", "learner.temperature", "sampled at 0.7"),
         ("run: {name: 'a/b'}\n", "run.name", "letters"),
+        ("run: {name: '_a'}\n", "run.name", "begin with a letter"),
         ("run: {deterministic: true}\n", "run.deterministic", "sync"),
         ("replay: {expiry: drop, tail_batch: 3}\n", "replay.tail_batch", "retry"),
         ("schedule: {max_token_staleness: 2}\n", "schedule.max_token_staleness", "expires"),

@@ -21,7 +21,7 @@ from trainer.config_load import Source
 __all__ = ["check"]
 
 _RUN_NAME_BYTES_MAX = 40
-"""Session ids carry the run's name and may have 63 bytes."""
+"""The run's name is part of the names of its arena and of its sockets, which have little room."""
 
 
 def check(config: Config, source: Source) -> None:
@@ -40,11 +40,11 @@ def _names(config: Config) -> _Found:
     if name is None:
         return
     allowed = all(c.isascii() and (c.isalnum() or c in "-_.") for c in name)
-    if not name or not allowed or name.startswith(".") or len(name) > _RUN_NAME_BYTES_MAX:
+    if not name or not allowed or not name[0].isalnum() or len(name) > _RUN_NAME_BYTES_MAX:
         yield (
             "run.name",
             f"{name!r} must have 1 to {_RUN_NAME_BYTES_MAX} letters, digits, '-', '_', '.' "
-            "and not begin with a dot",
+            "and begin with a letter or a digit",
         )
 
 
@@ -136,6 +136,8 @@ def _routing(config: Config) -> _Found:
     if not config.learner.replay:
         return
     mixture = config.model.is_mixture
+    if _number(config.model.config or {}, "num_experts", "num_local_experts") in (0, 1):
+        mixture = False
     if mixture is None:
         mixture = _experts_in_folder(config)
     if mixture is False:

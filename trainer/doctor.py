@@ -1,8 +1,8 @@
 """`shmrl doctor`: what dead runs left behind, and whether this machine can run the examples.
 
-Owns the report only: arenas are found and removed by `shmstore`. Promises: without `--clean` it
-changes nothing; with it, it removes only arenas without a live process. Exit status 1 while
-debris remains. Called by `trainer.cli`.
+Owns the report only: arenas are found and removed by `shmstore`, socket folders by `actors`.
+Promises: without `--clean` it changes nothing; with it, it removes only what belongs to no live
+process. Exit status 1 while debris remains. Called by `trainer.cli`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ _SHM_BYTES_WARN = 1 << 30
 
 def run_doctor(*, clean: bool, as_json: bool) -> int:
     """Prints the report and returns the exit status of the arena check."""
+    from actors.rundir import sweep
     from shmstore.cli import main as store_main
 
+    removed = sweep() if clean else []
     arguments = ["doctor"] + (["--clean"] if clean else []) + (["--json"] if as_json else [])
     if as_json:
         return store_main(arguments)
     for name, value in machine_report().items():
         print(f"{name:<16} {value}")
+    for name in removed:
+        print(f"removed the socket folder of the dead run {name}")
     return store_main(arguments)
 
 

@@ -17,16 +17,18 @@ are futures that are set when their batch is complete or their room is there: no
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shmstore import StoreError
 from trainer import snapshot as snapshots
 from trainer.accounts import Accounts
-from trainer.errors import BadGroup, PutTimeout, ReplayError, TakeTimeout
+from trainer.errors import BadGroup, PutTimeout, ReplayError, SnapshotError, TakeTimeout
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.replay_index import Entry, Order, ReplayIndex
 from trainer.rollout import Batch, Group, Status
@@ -72,8 +74,11 @@ class ReplayBuffer:
         expiry: Expiry | str | None = None,
         owner: str = REPLAY_OWNER,
     ) -> None:
-        if max_bytes is not None and max_bytes <= 0:
-            raise ReplayError(f"max_bytes is {max_bytes}; it must be above 0, or None for no limit")
+        if max_bytes is not None and not (isinstance(max_bytes, int) and max_bytes > 0):
+            raise ReplayError(
+                f"max_bytes is {max_bytes!r}; it must be a whole number above 0, or None for no "
+                "limit"
+            )
         self.owner = owner
         self.expiry = _parse_expiry(expiry)
         self.max_bytes = max_bytes
@@ -110,6 +115,8 @@ class ReplayBuffer:
         what cannot be filed; `NotOwner` when a session is not `owner`'s, and then nothing has
         changed.
         """
+        if not isinstance(group, Group):
+            raise BadGroup(f"put takes a Group, not {group!r}")
         if task is not None and task != group.task:
             group = group.evolve(task=task)
         self._check_group(group)
@@ -176,7 +183,6 @@ class ReplayBuffer:
         """
         _check_need(need)
         self.settle(owner)
-        self.reclaim()
         await self.refresh(train_step)
         try:
             async with asyncio.timeout(timeout):
@@ -233,6 +239,7 @@ class ReplayBuffer:
 
     async def refresh(self, train_step: int) -> Refreshed:
         """Expire what is too old at `train_step` (L16); costs what it expires."""
+        self.reclaim()
         self.train_step = max(self.train_step, train_step)
         with self._lock:
             expired = self._index.pop_expired(train_step)
@@ -348,29 +355,44 @@ class ReplayBuffer:
         return snapshots.freeze(
             self._store,
             groups=[group for _, group in rows],
-            state={"train_step": self.train_step, "accounts": self.accounts.to_json()},
+            state={
+                "train_step": self.train_step,
+                "accounts": self.accounts.to_json(),
+                "buffer": {
+                    "order": self._index.order.value,
+                    "max_bytes": self.max_bytes,
+                    "expiry": dataclasses.asdict(self.expiry),
+                },
+            },
         )
 
     @classmethod
     async def resume(
-        cls,
-        folder: str | Path,
-        store: Store,
-        *,
-        order: Order | str = Order.STALENESS,
-        max_bytes: int | None = None,
-        expiry: Expiry | str | None = None,
-        owner: str = REPLAY_OWNER,
+        cls, folder: str | Path, store: Store, *, owner: str = REPLAY_OWNER, **options: Any
     ) -> ReplayBuffer:
-        """A buffer with the content of the snapshot in `folder`, in new sessions of `store` owned
-        by `owner`.
+        """A buffer with the content of the snapshot in `folder`, in new sessions of `store`.
+
+        `order`, `max_bytes` and `expiry` are those of the snapshot unless given. A snapshot that is
+        damaged is a `SnapshotError`, and leaves no session behind.
         """
-        buffer = cls(store, order=order, max_bytes=max_bytes, expiry=expiry, owner=owner)
+        unknown = options.keys() - {"order", "max_bytes", "expiry"}
+        if unknown:
+            raise ReplayError(f"resume takes order, max_bytes and expiry, not {sorted(unknown)}")
         groups, state = await snapshots.read(Path(folder), store, owner=owner)
-        buffer.train_step = int(state["train_step"])
-        buffer.accounts.load_json(state["accounts"])
-        for group in groups:
-            buffer._add(group.evolve(nbytes=buffer._measure(group)), buffer._new_seq())
+        try:
+            saved = state["buffer"]
+            kept = {**saved, "expiry": Expiry(**saved["expiry"])}
+            buffer = cls(store, owner=owner, **{**kept, **options})
+            buffer.train_step = int(state["train_step"])
+            buffer.accounts.load_json(state["accounts"])
+            for group in groups:
+                buffer._add(group.evolve(nbytes=buffer._measure(group)), buffer._new_seq())
+        except (LookupError, TypeError, ValueError, AttributeError, StoreError) as error:
+            store.sessions.release([s for g in groups for s in g.session_ids], owner=owner)
+            raise SnapshotError(
+                f"the snapshot in {folder} is damaged: state.json or groups.json do not fit "
+                f"({type(error).__name__}: {error})"
+            ) from error
         return buffer
 
     # -- inside ----------------------------------------------------------------------------------
@@ -510,7 +532,13 @@ def _parse_expiry(expiry: Expiry | str | None) -> Expiry:
 
 
 def _check_need(need: Mapping[str, int]) -> None:
-    wrong = {task: count for task, count in need.items() if count < 1}
+    if not isinstance(need, Mapping):
+        raise ReplayError(f"take needs a mapping of task to number of groups, not {need!r}")
+    wrong = {
+        task: count
+        for task, count in need.items()
+        if not isinstance(task, str) or type(count) is not int or count < 1
+    }
     if not need or wrong:
         raise ReplayError(f"take needs at least one group of each task asked for, not {dict(need)}")
 

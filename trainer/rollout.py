@@ -291,12 +291,14 @@ class Segment:
     routed_before: NDArray[np.uint8] | NDArray[np.uint16] | None = None
 
     def __post_init__(self) -> None:
-        n = len(self.token_ids)
+        if not isinstance(self.text, str):
+            raise BadSegment(f"text is {self.text!r}; a str is needed")
+        n = np.size(self.token_ids)
         for name, dtype in _COLUMNS:
             given = getattr(self, name)
             # The common case (an engine's own arrays) costs two comparisons and no call.
             if type(given) is not np.ndarray or given.dtype is not dtype:
-                given = np.ascontiguousarray(given, dtype=dtype)
+                given = _converted(name, given, dtype)
                 object.__setattr__(self, name, given)
             if given.shape != (n,):
                 raise BadSegment(
@@ -311,6 +313,10 @@ class Segment:
                 raise BadSegment("n_routed or routed_before is given, but routed_experts is None")
             object.__setattr__(self, "n_routed", 0)
             return
+        if not isinstance(routed, np.ndarray) or not isinstance(
+            self.routed_before, (np.ndarray, type(None))
+        ):
+            raise BadSegment("routed_experts and routed_before must be numpy arrays")
         if routed.ndim != 3 or routed.dtype not in (_UINT8, _UINT16):
             raise BadSegment(
                 f"routed_experts has shape {routed.shape} and type {routed.dtype}; "
@@ -366,6 +372,23 @@ class Trace:
     def n_trainable(self) -> int:
         """Tokens that carry a label."""
         return int(np.count_nonzero(self.labels != IGNORE_LABEL))
+
+
+def _converted(name: str, given: object, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """`given` in the column's type; whole numbers stay what they are or are refused."""
+    try:
+        array = np.asarray(given)
+        if array.ndim != 1:
+            raise TypeError(f"it has {array.ndim} dimensions, and one is needed")
+        if dtype.kind == "i" and array.size:
+            if array.dtype.kind not in "iu":
+                raise TypeError(f"they are {array.dtype}")
+            limits = np.iinfo(dtype)
+            if array.min() < limits.min or array.max() > limits.max:
+                raise ValueError(f"they go from {array.min()} to {array.max()}")
+        return np.ascontiguousarray(array, dtype=dtype)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise BadSegment(f"{name} cannot be taken as {dtype}: {error}") from error
 
 
 def narrowest_unsigned(n_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:

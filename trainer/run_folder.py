@@ -202,8 +202,8 @@ class RunFolder:
 
 def default_run_name(config_path: Path) -> str:
     """`quickstart-1129-231502`: sortable, unique enough for one machine and checked on creation."""
-    stem = "".join(c if c.isalnum() or c in "-_" else "-" for c in config_path.stem)[:20] or "run"
-    return f"{stem}-{time.strftime('%m%d-%H%M%S')}"
+    plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in config_path.stem)
+    return f"{plain.strip('-')[:20] or 'run'}-{time.strftime('%m%d-%H%M%S')}"
 
 
 def write_atomically(path: Path, text: str) -> None:

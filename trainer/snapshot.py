@@ -57,6 +57,18 @@ _BYTES = b"bytes"
 StepHook = Callable[[str], None]
 
 
+#: What a damaged file leads to, whichever part of it is damaged.
+_DAMAGE = (
+    OSError,
+    msgspec.DecodeError,
+    pa.ArrowException,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+)
+
+
 def _no_hook(_: str) -> None:
     return None
 
@@ -248,11 +260,18 @@ def _read(folder: Path, store: Store, owner: str) -> tuple[list[Group], dict[str
     data = _data_folder(folder)
     try:
         groups = msgspec.json.decode((data / "groups.json").read_bytes(), type=list[Group])
-        table = msgspec.json.decode((data / "sessions.json").read_bytes())
+        table = msgspec.json.decode(
+            (data / "sessions.json").read_bytes(), type=dict[str, list[list[int | None]]]
+        )
+        missing = [s for group in groups for s in group.session_ids if s not in table]
+        if missing:
+            raise KeyError(f"sessions.json lacks {missing[:3]} of groups.json")
         state = msgspec.json.decode((data / "state.json").read_bytes())
         _restore_sessions(data, table, store, owner)
-    except (OSError, msgspec.DecodeError, pa.ArrowInvalid, KeyError) as error:
-        raise SnapshotError(f"the snapshot in {folder} cannot be read: {error}") from error
+    except _DAMAGE as error:
+        raise SnapshotError(
+            f"the snapshot in {folder} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     return groups, state
 
 

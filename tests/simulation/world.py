@@ -462,7 +462,7 @@ class _World:
             evaluate_first=True,
             checkpoint_every=plan.checkpoint_every,
             pause_timeout_s=30,
-            take_timeout_s=50_000,
+            take_timeout_s=3_000,
         )
         faults = asyncio.get_running_loop().create_task(self.faults())
         try:

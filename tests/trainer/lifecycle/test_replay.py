@@ -119,8 +119,16 @@ async def test_groups_that_cannot_be_filed_are_refused_with_the_reason(
     again = Group("a", "math", None, (Rollout("a-0", status=Status.COMPLETED),))
     with pytest.raises(BadGroup, match="'a' is in the buffer already"):
         await buffer.put(again, owner=P)
-    with pytest.raises(ReplayError, match="at least one group of each task"):
-        await buffer.take({"math": 0}, train_step=1, owner=L)
+    for wrong in ({"math": 0}, {"math": 1.5}, {}, {5: 1}):
+        with pytest.raises(ReplayError, match="at least one group of each task"):
+            await buffer.take(wrong, train_step=1, owner=L)  # type: ignore[arg-type]
+    for nothing in (None, [("math", 1)]):
+        with pytest.raises(ReplayError, match="a mapping of task"):
+            await buffer.take(nothing, train_step=1, owner=L)  # type: ignore[arg-type]
+    with pytest.raises(BadGroup, match="takes a Group, not 5"):
+        await buffer.put(5, owner=P)  # type: ignore[arg-type]
+    with pytest.raises(ReplayError, match="max_bytes is 'x'"):
+        ReplayBuffer(store, max_bytes="x")  # type: ignore[arg-type]
 
 
 async def test_a_group_without_counters_is_filed_with_what_its_traces_say(

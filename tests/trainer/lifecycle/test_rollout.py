@@ -62,6 +62,12 @@ def test_a_group_without_rollouts_is_refused() -> None:
         ({"routed_experts": np.zeros((2, 2, 2), np.int32)}, "uint8 or uint16"),
         ({"routed_experts": np.zeros((5, 2, 2), np.uint8)}, "5 rows for 2 tokens"),
         ({"n_routed": 1}, "routed_experts is None"),
+        ({"token_ids": ["a", "b"]}, "token_ids cannot be taken as int32"),
+        ({"token_ids": [2**40, 1]}, "they go from 1 to 1099511627776"),
+        ({"token_ids": [1.7, 2.0]}, "they are float64"),
+        ({"token_ids": 5}, "it has 0 dimensions"),
+        ({"text": 5}, "text is 5; a str is needed"),
+        ({"routed_experts": [[[1]]]}, "must be numpy arrays"),
         (
             {
                 "routed_experts": np.zeros((2, 2, 2), np.uint8),

@@ -19,6 +19,7 @@ from trainer import snapshot
 from trainer.engine.protocol import WeightsVersion
 from trainer.engine.scripted import Script
 from trainer.errors import SnapshotError, SnapshotVersion
+from trainer.expiry import Expiry
 from trainer.replay import ReplayBuffer
 from trainer.rollout import Group, Rollout, Status
 from trainer.staleness import StalenessBudget
@@ -156,6 +157,47 @@ async def test_a_snapshot_that_cannot_be_read_whole_leaves_no_session_behind(
         with pytest.raises(SnapshotError, match="cannot be read"):
             await ReplayBuffer.resume(tmp_path, other)
         assert other.sessions.list() == []
+
+
+@pytest.mark.parametrize("name", ["state.json", "sessions.json", "groups.json"])
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"a": 1}', "[1]", "renamed"])
+async def test_L25_a_damaged_file_is_refused_and_leaves_the_arena_as_it_was(
+    store: Store, traces: TraceStore, tmp_path: Path, name: str, content: str
+) -> None:
+    buffer = await _filled(store, traces)
+    await buffer.snapshot(tmp_path)
+    (path,) = tmp_path.rglob(name)
+    if content == "renamed":
+        content = path.read_text().replace("g1-0", "g1-9").replace("accounts", "accountants")
+    if (name, content) == ("groups.json", "[]"):
+        return  # a buffer without groups is a good one
+    path.write_text(content)
+    with temporary_store("16MiB") as other:
+        with pytest.raises(SnapshotError):
+            await ReplayBuffer.resume(tmp_path, other)
+        assert other.sessions.list() == []
+
+
+async def test_L25_order_and_limits_come_back_unless_others_are_given(
+    store: Store, traces: TraceStore, tmp_path: Path
+) -> None:
+    buffer = ReplayBuffer(store, order="fifo", max_bytes=10**6, expiry=Expiry(max_staleness=9))
+    for i in range(3):
+        await buffer.put(store_group(traces, f"g{i}", model_step=5 - i), owner=P)
+    await buffer.snapshot(tmp_path)
+    with temporary_store("16MiB") as other:
+        again = await ReplayBuffer.resume(tmp_path, other)
+        assert (again.max_bytes, again.expiry) == (buffer.max_bytes, buffer.expiry)
+        taken = await again.take({"math": 3}, train_step=5, owner=L)
+        assert [group.uid for group in taken.groups] == ["g0", "g1", "g2"]
+        other.sessions.release(taken.session_ids, owner=L)
+        again.close()
+    with temporary_store("16MiB") as other:
+        again = await ReplayBuffer.resume(tmp_path, other, order="staleness", max_bytes=None)
+        taken = await again.take({"math": 1}, train_step=5, owner=L)
+        assert (again.max_bytes, taken.groups[0].uid) == (None, "g2")
+        other.sessions.release(taken.session_ids, owner=L)
+        again.close()
 
 
 async def test_L24_the_snapshot_is_of_one_moment_while_learner_and_producer_go_on(

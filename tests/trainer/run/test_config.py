@@ -102,6 +102,7 @@ def test_every_kind_of_mistake_is_reported_in_one_go_with_its_line(tmp_path: Pat
         ("engine: {replicas: 2}\n", "engine.inline", "must be false"),
         ("rollout: {temperature: 0.7}\n", "learner.temperature", "sampled at 0.7"),
         ("run: {name: 'a/b'}\n", "run.name", "letters"),
+        ("run: {name: '_a'}\n", "run.name", "begin with a letter"),
         ("run: {deterministic: true}\n", "run.deterministic", "sync"),
         ("replay: {expiry: drop, tail_batch: 3}\n", "replay.tail_batch", "retry"),
         ("schedule: {max_token_staleness: 2}\n", "schedule.max_token_staleness", "expires"),
@@ -158,6 +159,11 @@ def test_numbers_of_a_model_that_cannot_be_built(
     tmp_path: Path, old: str, new: str, path: str, words: str
 ) -> None:
     assert words in mistakes(tmp_path, GOOD.replace(old, new))[f"model.config.{path}"]
+
+
+def test_a_mixture_of_no_experts_with_replay_on_is_no_mixture(tmp_path: Path) -> None:
+    found = mistakes(tmp_path, GOOD.replace("num_experts: 8", "num_experts: 0"))
+    assert "no experts" in found["learner.replay"]
 
 
 def test_a_model_folder_without_a_model_is_found_before_anything_starts(tmp_path: Path) -> None:

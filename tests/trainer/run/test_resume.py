@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,21 @@ EXACT = (
 COUNTERS = ("reward", "loss", "tokens_trained", "ledger/produced", "ledger/trained", "eval/reward")
 
 
+def check_doctor_finds(name: str) -> None:
+    """L28: what a killed run left is found. It is not cleaned here: that would sweep others' too;
+    the resumed run takes the arena's place.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.cli", "doctor", "--json"],
+        cwd=runs.ROOT,
+        env={**os.environ, "PYTHONPATH": str(runs.ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert name in done.stdout
+
+
 def test_L25_resumed_after_a_kill_the_history_is_bit_for_bit_that_of_an_uninterrupted_run(
     tmp_path: Path,
 ) -> None:
@@ -32,6 +50,7 @@ def test_L25_resumed_after_a_kill_the_history_is_bit_for_bit_that_of_an_uninterr
     broken.wait_for_step(3)
     broken.end()
     assert broken.processes() == []
+    check_doctor_finds(broken.name)
     resumed = runs.resume(broken.folder).result()
     uninterrupted = whole.result()
     assert (uninterrupted.status, resumed.status) == (0, 0), resumed.stderr

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from actors.rundir import check_name
 from trainer.config import load
 from trainer.display import PlainDisplay
 from trainer.metrics import MetricsWriter, describe, read_metrics
 from trainer.plot import plot_rewards, smoothed
-from trainer.run_folder import BadRunFolder, RunFolder, write_atomically
+from trainer.run_folder import BadRunFolder, RunFolder, default_run_name, write_atomically
 
 CONFIG = """\
 model: {config: {architecture: Qwen3MoeForCausalLM}, tokenizer: char}
@@ -151,3 +152,10 @@ def test_families_of_metrics_are_described_and_unknown_names_are_not() -> None:
     assert describe("owner/producer-0") is not None
     assert describe("eval/reward") is not None
     assert describe("surprise") is None
+
+
+@pytest.mark.parametrize(
+    "file", ["_x.yaml", "-a.yaml", "ü ü.yaml", ".yaml", "a.b_c.yaml", "x" * 80]
+)
+def test_the_default_name_of_a_run_is_one_that_the_runtime_takes(file: str) -> None:
+    check_name("the name of a run", default_run_name(Path(file)))

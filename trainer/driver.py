@@ -161,7 +161,9 @@ class Driver:
         self._batch = step_metrics.batch_metrics(batch, train_step)
         # At once, so that a checkpoint of this step has it.
         self._summary.add_step(
-            self._batch["reward"], self._batch["tokens_generated"], self._batch["tokens_trained"]
+            self._batch.get("reward", math.nan),  # none was scored since the last batch
+            self._batch["tokens_generated"],
+            self._batch["tokens_trained"],
         )
         return done.metrics
 

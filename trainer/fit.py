@@ -390,7 +390,7 @@ def _last_words(summary: Summary, folder: RunFolder) -> Sequence[str]:
     left = f": left by {summary.left_by_owner}" if not arena.empty else ""
     lines.append(f"arena: {arena.sessions} sessions, {arena.objects} objects{left}")
     for name, first, last in (
-        ("reward of batches", summary.reward_first, summary.reward_last),
+        ("reward of all rollouts", summary.reward_first, summary.reward_last),
         ("reward on held-out prompts", summary.eval_first, summary.eval_last),
     ):
         if first is not None and last is not None:

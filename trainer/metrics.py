@@ -31,9 +31,12 @@ CATALOG: Mapping[str, Metric] = {
     "train_step": Metric("step", "The train step, from 1."),
     "time_s": Metric("s", "Seconds since the run (or its resumption) began."),
     "nonfinite": Metric("count", "Values of this step that were NaN or infinite and left out."),
-    "reward": Metric("reward", "Mean reward of the rollouts in the trained batch."),
-    "reward_raw": Metric(
-        "reward", "Mean reward of all rollouts scored since the last batch, filtered too."
+    "reward": Metric(
+        "reward", "Mean reward of all rollouts scored since the last batch, filtered ones too."
+    ),
+    "reward_batch": Metric(
+        "reward",
+        "Mean reward of the trained batch; without groups of equal rewards it drifts to 0.5.",
     ),
     "rollouts": Metric("count", "Rollouts in the batch."),
     "loss": Metric("", "Value of the loss."),

@@ -14,7 +14,7 @@ _WINDOW_SHARE = 20
 
 
 def plot_rewards(metrics_file: Path, png: Path, title: str) -> None:
-    """Rewards of training batches and of held-out evaluations over train steps."""
+    """Rewards of all scored rollouts and of held-out evaluations over train steps."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -26,9 +26,15 @@ def plot_rewards(metrics_file: Path, png: Path, title: str) -> None:
         axes = figure.subplots()
         if train:
             steps, rewards = [s for s, _ in train], [r for _, r in train]
-            axes.plot(steps, rewards, color="tab:blue", alpha=0.3, linewidth=1, label="batch")
             axes.plot(
-                steps, smoothed(rewards), color="tab:blue", linewidth=2, label="batch, smoothed"
+                steps, rewards, color="tab:blue", alpha=0.3, linewidth=1, label="all rollouts"
+            )
+            axes.plot(
+                steps,
+                smoothed(rewards),
+                color="tab:blue",
+                linewidth=2,
+                label="all rollouts, smoothed",
             )
         if held_out:
             axes.plot(

@@ -48,7 +48,7 @@ def batch_metrics(batch: Batch, train_step: int) -> dict[str, float]:
     ]
     tokens = [r.n_response_tokens for r in rollouts]
     found = {
-        "reward": _mean(rewards),
+        "reward_batch": _mean(rewards),
         "rollouts": float(len(rollouts)),
         "staleness_mean": _mean(ages),
         "staleness_max": float(max(ages, default=0)),
@@ -57,7 +57,7 @@ def batch_metrics(batch: Batch, train_step: int) -> dict[str, float]:
     }
     window = batch.report.metrics("window/")
     if "window/raw_reward_mean" in window:
-        found["reward_raw"] = window["window/raw_reward_mean"]
+        found["reward"] = window["window/raw_reward_mean"]
     found["tokens_generated"] = window.get("window/produced_tokens", 0.0)
     return {**found, **window, **_task_metrics(batch)}
 

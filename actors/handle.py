@@ -48,14 +48,21 @@ class CallOptions:
     when_down: WhenDown = "fail"
 
     def __post_init__(self) -> None:
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise UsageError(f"timeout must be a positive number of seconds, got {self.timeout_s}")
-        if not 0 <= self.retries <= _RETRIES_MAX:
-            raise UsageError(f"retries must be 0 to {_RETRIES_MAX}, got {self.retries}")
+        timeout_s = self.timeout_s
+        if timeout_s is not None and not (_is_number(timeout_s) and timeout_s > 0):
+            raise UsageError(f"timeout must be a positive number of seconds, got {timeout_s!r}")
+        if not (isinstance(self.retries, int) and 0 <= self.retries <= _RETRIES_MAX):
+            raise UsageError(f"retries must be 0 to {_RETRIES_MAX}, got {self.retries!r}")
         if self.when_down not in ("fail", "wait"):
             raise UsageError(f'when_down must be "fail" or "wait", got {self.when_down!r}')
-        if len(self.group.encode()) > NAME_BYTES_MAX:
-            raise UsageError(f"a group name has at most {NAME_BYTES_MAX} bytes")
+        if not isinstance(self.group, str) or len(self.group.encode()) > NAME_BYTES_MAX:
+            raise UsageError(
+                f"a group is a name of at most {NAME_BYTES_MAX} bytes, got {self.group!r}"
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Handle:

@@ -6,18 +6,21 @@ debris. Called by `runtime` in the driver and by `top` from outside.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import RunExists, RuntimeClosed, UsageError
 
-__all__ = ["RunDir", "check_name", "runs_root", "sweep"]
+__all__ = ["RunDir", "check_name", "live_runs", "runs_root", "status_socket", "sweep"]
 
+_STATUS_SOCKET = "status.sock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 
 
@@ -83,21 +86,30 @@ def sweep() -> list[str]:
     """Remove the directories of runs that are dead; returns their names."""
     removed = []
     for path in runs_root().iterdir():
-        try:
-            lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue  # being made, or not ours to judge
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            if not any(map(_listens, path.glob("a*.sock"))):  # no detached actor lives there
+        with _lock_of_the_dead(path) as dead:
+            # A detached actor may live there still.
+            if dead and not any(map(_listens, path.glob("a*.sock"))):
                 _remove(path)
                 removed.append(path.name)
-        finally:
-            os.close(lock)
     return removed
+
+
+@contextlib.contextmanager
+def _lock_of_the_dead(folder: Path) -> Iterator[bool]:
+    """True, and the run's lock is ours meanwhile, when its driver is gone."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False  # being made, or not ours to judge
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(lock)
 
 
 def _remove(folder: Path) -> None:
@@ -114,11 +126,23 @@ def _listens(path: Path) -> bool:
         return probe.connect_ex(str(path)) in (0, errno.EAGAIN)
 
 
+def live_runs() -> list[str]:
+    """Names of the runs whose driver lives; a killed driver leaves its socket file behind."""
+    return sorted(
+        p.parent.name for p in runs_root().glob(f"*/{_STATUS_SOCKET}") if _lives(p.parent)
+    )
+
+
+def _lives(folder: Path) -> bool:
+    with _lock_of_the_dead(folder) as dead:
+        return not dead
+
+
 def status_socket(name: str) -> Path:
     """Where a live run answers `shmrl top`. Raises RuntimeClosed when there is no such run."""
-    path = runs_root() / check_name("the name of a run", name) / "status.sock"
-    if not path.exists():
-        live = sorted(p.parent.name for p in runs_root().glob("*/status.sock"))
+    path = runs_root() / check_name("the name of a run", name) / _STATUS_SOCKET
+    if not (path.exists() and _lives(path.parent)):
+        live = live_runs()
         raise RuntimeClosed(
             f"no run named {name!r} is alive; alive: {', '.join(live) if live else 'none'}"
         )

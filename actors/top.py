@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from .errors import ActorError
-from .rundir import runs_root
+from .rundir import live_runs
 from .status import read_status
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _list_runs(*, as_json: bool) -> int:
-    names = sorted(path.parent.name for path in runs_root().glob("*/status.sock"))
+    names = live_runs()
     print(json.dumps(names) if as_json else "\n".join(names) or "no run is alive")
     return 0
 

@@ -223,3 +223,15 @@ class Relay:
         target = await actors.current().runtime.lookup(name)
         answer: int = await target.add(k)
         return answer
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"timeout": "x"}, {"timeout": 0}, {"timeout": True}, {"retries": 1.5}, {"group": 5},
+     {"when_down": "now"}],
+)  # fmt: skip
+async def test_impossible_call_options_are_refused_before_anything_is_sent(wrong: Any) -> None:
+    async with actors.Runtime() as rt:
+        worker = await rt.host(Worker(), name="worker")
+        with pytest.raises(actors.UsageError, match="got"):
+            worker.add.using(**wrong)

@@ -16,6 +16,7 @@ import pytest
 
 import actors
 from actors import top
+from actors.rundir import live_runs, runs_root, status_socket, sweep
 from actors.status import read_status
 from shmstore.testing import unique_name
 
@@ -118,3 +119,29 @@ async def test_output_is_forwarded_with_the_actors_name_and_kept_in_its_file(
     kept = (tmp_path / "noisy.log").read_text().splitlines()
     assert sorted(kept) == ["HELLO THERE", "hello there"]
     assert "other file" in (tmp_path / "elsewhere.txt").read_text()
+
+
+def test_a_run_whose_driver_was_killed_is_not_listed_as_alive() -> None:
+    name = unique_name("dead")
+    driver = """
+import asyncio, os, signal, sys, actors
+async def main():
+    async with actors.Runtime(name=sys.argv[1]):
+        print("up", flush=True)
+        await asyncio.Event().wait()
+actors.run(main())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", driver, name], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        assert name in live_runs()
+        process.kill()
+    folder = runs_root() / name
+    assert (folder / "status.sock").exists()
+    assert name not in live_runs()
+    with pytest.raises(actors.RuntimeClosed, match=r"no run named .* is alive"):
+        status_socket(name)
+    assert name in sweep()
+    assert not folder.exists()

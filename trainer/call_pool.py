@@ -27,6 +27,8 @@ __all__ = ["CallFailed", "CallPool", "CallTimedOut"]
 _LENGTH = struct.Struct("<I")
 _START_TIMEOUT_S = 60.0
 """For the start of Python and the import of the user's module."""
+_EXIT_TIMEOUT_S = 2.0
+"""For a worker to end after it closed its pipe; then it is killed."""
 
 
 class CallFailed(TrainerError):
@@ -132,7 +134,7 @@ class _Worker:
         except TimeoutError as error:
             raise CallTimedOut(f"{target}: no answer within {limit_s:g} s; it was ended") from error
         except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
-            code = await self.end()
+            code = await self._exit_status()
             raise CallFailed(f"{target}: its process died (exit status {code})") from error
         return answer
 
@@ -149,6 +151,15 @@ class _Worker:
         if not isinstance(answer, dict):
             raise ValueError("no map")
         return answer
+
+    async def _exit_status(self) -> int:
+        """Of a worker that closed its pipe. Killing it at once would race with its own exit, and
+        asyncio then reports 255 for whatever its status was.
+        """
+        with contextlib.suppress(TimeoutError):  # the pipe is closed, but it lives on
+            async with asyncio.timeout(_EXIT_TIMEOUT_S):
+                await self._process.wait()
+        return await self.end()
 
     async def end(self) -> int:
         if self._process.returncode is None:

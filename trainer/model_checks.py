@@ -2,8 +2,8 @@
 
 Owns the checks of the section `model` that look at the outside world: the fields that a class of
 Hugging Face takes (`trainer.hf_config`), a folder's config.json, weights and tokenizer, an
-installed GGUF package. Promises: no torch, no network, no side effects; what cannot be told here is told by the
-process that builds the model. Called by `trainer.config_checks` only.
+installed GGUF package. Promises: no torch, no network, no side effects; what cannot be told here is
+told by the process that builds the model. Called by `trainer.config_checks` only.
 """
 
 from __future__ import annotations

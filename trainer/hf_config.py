@@ -81,7 +81,7 @@ def kinds_text(kinds: frozenset[type]) -> str:
 @functools.cache
 def architectures() -> Mapping[str, str]:
     """Class name of each causal language model → its folder below `transformers/models`."""
-    source = _read("models", "auto", "modeling_auto.py")
+    source = _read("models", "auto", "modeling_auto")
     found = _CAUSAL.search(source or "")
     return {} if found is None else {name: kind for kind, name in _PAIR.findall(found.group(1))}
 
@@ -90,8 +90,8 @@ def architectures() -> Mapping[str, str]:
 def fields_of(architecture: str) -> HFFields | None:
     """The fields of a causal language model, or None when its source does not tell them."""
     kind = architectures().get(architecture)
-    own = None if kind is None else _read("models", kind, f"configuration_{kind}.py")
-    base = _read("configuration_utils.py")
+    own = None if kind is None else _read("models", kind, f"configuration_{kind}")
+    base = _read("configuration_utils")
     if own is None or base is None:
         return None
     classes, bases = _classes(own), _classes(base)
@@ -141,9 +141,10 @@ def _literal(source: ast.ClassDef, name: str) -> Any:
     return None
 
 
-def _read(*parts: str) -> str | None:
+def _read(*module: str) -> str | None:
+    """The source of a module of transformers."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return None
-    file = Path(spec.origin).parent.joinpath(*parts)
+    file = Path(spec.origin).parent.joinpath(*module).with_suffix(".py")
     return file.read_text(encoding="utf-8") if file.is_file() else None

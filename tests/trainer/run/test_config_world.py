@@ -205,9 +205,8 @@ def test_prompt_files(tmp_path: Path, lines: str, field: str, words: str) -> Non
 
 
 def test_data_sets_and_their_parameters(tmp_path: Path) -> None:
-    unknown = GOOD.replace(
-        "dataset: number_sorting, render: compact_sorting", "dataset: chain_sums"
-    )
+    both = "dataset: number_sorting, render: compact_sorting"
+    unknown = GOOD.replace(both, "dataset: chain_sums")
     assert "did you mean chain_sum?" in mistakes(tmp_path, unknown)["tasks[0].source.dataset"]
     wrong = GOOD.replace("render: compact_sorting", "params: {min_numbers: 9, max_numbers: 2}")
     assert "max_numbers" in mistakes(tmp_path, wrong)["tasks[0].source.params"]
@@ -223,8 +222,6 @@ def test_a_users_file_that_imports_what_is_not_installed_is_told_without_running
     assert "imports 'no_such_package', which is not installed" in found["tasks[0].judge.target"]
 
 
-@pytest.mark.parametrize(
-    "file", sorted((runs.ROOT / "examples").glob("*.yaml")), ids=lambda f: f.name
-)
-def test_the_examples_have_no_mistake(file: Path) -> None:
-    assert load(file).tasks
+@pytest.mark.parametrize("name", ["quickstart", "smollm2", "smollm2_moe"])
+def test_the_examples_have_no_mistake(name: str) -> None:
+    assert load(runs.ROOT / f"examples/{name}.yaml").tasks

@@ -45,6 +45,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._config: Config | None = None
 
     @classmethod
     def create(cls, config: Config, name: str) -> RunFolder:
@@ -114,12 +115,16 @@ class RunFolder:
         return self.path / "hf" / f"{_STEP}{step}"
 
     def config(self, overrides: tuple[str, ...] = ()) -> Config:
-        """The run's own configuration."""
-        return load(self.config_file, overrides)
+        """The run's own configuration, read and checked once. Raises ConfigMistakes."""
+        if self._config is None or overrides:
+            self._config = load(self.config_file, overrides)
+        return self._config
 
     def write_config(self, config: Config) -> None:
-        """Writes the resolved configuration."""
+        """Writes the resolved configuration, which is the run's from now on."""
         import yaml
+
+        self._config = config
 
         text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True, width=100)
         write_atomically(self.config_file, text)

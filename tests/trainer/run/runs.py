@@ -51,7 +51,7 @@ class Run:
         prelude: str = "",
         around: Sequence[str] = (),
     ) -> None:
-        """`prelude`: Python that the driver runs first; `around`: a command that runs the driver."""
+        """`prelude`: Python that the driver runs first; `around`: the command that runs it."""
         self.folder = folder
         self.name = folder.name
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -139,7 +139,6 @@ def test_a_mistake_in_one_task_hides_none_of_another_and_adds_none(tmp_path: Pat
     second = "  - {nam: two, source: {kind: jsonl, path: /none}, judge: 5}\n  - 7\n"
     assert mistakes(tmp_path, GOOD + second).keys() == {
         "tasks[1].nam",
-        "tasks[1].name",
         "tasks[1].judge",
         "tasks[1].source.path",
         "tasks[2]",

@@ -379,8 +379,10 @@ class Store {
   // unless somebody else holds it) and the draft is empty. On failure the draft is unchanged
   // (session_released, bad_position, attachments_full), except Status::freed: somebody freed it
   // meanwhile, and the draft is empty. `keep` takes over the draft's pin, without a moment in which
-  // the bytes are not pinned: for builders whose own views of the memory live on.
-  Status seal(Draft& draft, Hold* hold, std::int32_t parent = -1, Pin* keep = nullptr);
+  // the bytes are not pinned: for builders whose own views of the memory live on. `position`: where
+  // in the session it stands.
+  Status seal(Draft& draft, Hold* hold, std::int32_t parent = -1, Pin* keep = nullptr,
+              std::uint32_t* position = nullptr);
   Status discard(Draft& draft);
 
   Status hold(const Ref& ref, Hold& out);                  // freed when it has ended

@@ -127,6 +127,18 @@ class StoreCore:
         timeout: float | None = None,
         parent: int | None = None,
     ) -> ObjectRef: ...
+    def append_parts(
+        self,
+        session: str,
+        head: bytes,
+        parts: Iterable[Any],
+        parent: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Gather a header and buffers into one object at the end of a session, in one atomic step.
+
+        -> its position there, as from `session_attach`. `head`: see `arrow.STREAM_HEADS`.
+        """
     def reserve(
         self,
         size: int,

@@ -159,9 +159,9 @@ class Store(_core.StoreCore):
         *,
         parent: int | None = None,
     ) -> ObjectRef:
-        """Put an Arrow value whose IPC stream the caller has in parts (buffers, in order), without
-        pyarrow's writer. `sort`: "batch", "table", "array" or "chunked" (the last two: one
-        column)."""
+        """Put an Arrow value whose IPC stream the caller has in parts (buffers, and texts, in
+        order), without pyarrow's writer. `sort`: "batch", "table", "array" or "chunked" (the last
+        two: one column)."""
         try:
             head = arrow.STREAM_HEADS[sort]
         except (KeyError, TypeError):

@@ -186,6 +186,9 @@ class Driver:
         self._display.step(self._metrics.write(step, numbers))
         self._display.phase("train", step, self._config.schedule.steps)
         self._in_step = False
+        self._end_if_stopped(step)
+
+    def _end_if_stopped(self, step: int) -> None:
         if self._stop.is_set() and step < self._config.schedule.steps:
             raise _Stopped
 
@@ -205,11 +208,14 @@ class Driver:
             self._clock = _Clock(time.perf_counter())
 
     async def _checkpoint_due(self, step: int) -> None:
+        self._in_step = True  # a stop waits for it instead of cutting it off
         with self._aside():
             if self._wants(self._config.checkpoint.every, step):
                 await self._checkpoint(step)
             if self._wants(self._config.checkpoint.hf_every, step):
                 await self._export()
+        self._in_step = False
+        self._end_if_stopped(step)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -249,7 +255,7 @@ class Driver:
             self._summary.warnings.append(str(error))
             return
         self._saved_step = step
-        self._folder.prune_checkpoints(self._config.checkpoint.keep)
+        await asyncio.to_thread(self._folder.prune_checkpoints, self._config.checkpoint.keep)
 
     async def _export(self) -> None:
         if self._exported_step == self.train_step:
@@ -267,7 +273,7 @@ class Driver:
         times = StepTimes(
             step_s=now - clock.began - clock.aside_s,
             wait_s=report.wait_s,
-            sync_s=max(0.0, report.sync_s - clock.aside_s),
+            sync_s=report.sync_s,
             engines=self._parts.producer.n_engines,
         )
         before, self._use = self._use, use_after
@@ -275,7 +281,7 @@ class Driver:
         found = {**self._batch, **step_metrics.learner_metrics(report.metrics)}
         found |= step_metrics.speed_metrics(times, found, use)
         found |= step_metrics.arena_metrics(self._parts.store.stats())
-        found["model_step"] = float(self._dispatcher.model_step)
+        found["model_step"] = float(self._model_step())
         found["buffer_groups"] = float(len(self._dispatcher.buffer))
         found["buffer_bytes"] = float(self._dispatcher.buffer.nbytes)
         found["restarts"] = float(sum(self.restarts().values()))
@@ -285,6 +291,11 @@ class Driver:
         self._step_s += times.step_s
         self._summary.learner_wait_share = self._wait_s / max(self._step_s, 1e-9)
         return found
+
+    def _model_step(self) -> int:
+        """Train step of the weights that the engines run."""
+        weights = self._parts.learner.weights
+        return 0 if weights is None else weights.model_step
 
     def restarts(self) -> dict[str, int]:
         """Deaths so far, by process."""

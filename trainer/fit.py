@@ -355,6 +355,8 @@ def open_arena(config: Config, name: str, summary: Summary) -> Iterator[Store]:
 
 def _sources(config: Config, *, held_out: bool) -> list[PromptSource]:
     """One source a task; a task that holds nothing out is not evaluated."""
+    if held_out and not config.eval.prompts:
+        return []
     tasks = [task for task in config.tasks if not held_out or task.source.holdout > 0]
     return [build_source(task, seed=config.run.seed, held_out=held_out) for task in tasks]
 

@@ -62,7 +62,8 @@ def test_a_shorthand_override_keeps_the_rest_of_its_section(tmp_path: Path) -> N
 def test_another_model_replaces_the_one_that_is_written_out(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(GOOD)
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
     config = load(file, [f"model={tmp_path}", "learner.replay=false"])
     assert (config.model.path, config.model.config) == (str(tmp_path), None)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from actors.placement import detect_gpus
 from trainer.config import Config
 from trainer.config_load import Source
 from trainer.errors import ConfigError
@@ -38,12 +39,14 @@ def check(config: Config, source: Source) -> None:
         check_tasks,
         _devices,
         _memory,
+        _devices,
     )
     wrong = {m.path.rpartition(".")[0] + "." for m in source.mistakes}
     broken = tuple(wrong & _task_sections(config))
     for rule in rules:
-        for path, message in rule(config):
-            if not path.startswith(broken):
+        for path, message, *read in rule(config):
+            # A field that is wrong was left out: what is said of its default would be no help.
+            if not path.startswith(broken) and not any(map(source.is_wrong, read)):
                 source.add(path, message)
 
 
@@ -53,7 +56,8 @@ def _task_sections(config: Config) -> set[str]:
     return {f"tasks[{index}].{part}." for index in range(len(config.tasks)) for part in parts}
 
 
-_Found = Iterator[tuple[str, str]]
+_Found = Iterator[tuple[str, ...]]
+"""(path, message, paths of the other fields that the message speaks of)."""
 
 
 def _names(config: Config) -> _Found:
@@ -77,17 +81,21 @@ def _batches(config: Config) -> _Found:
         yield (
             "rollout.prompts_per_step",
             f"is {groups}, but {len(config.tasks)} tasks share a batch: each needs a group",
+            "tasks",
         )
     if members < 2 and config.learner.estimator in ("grpo", "dr_grpo", "rloo"):
         yield (
             "rollout.rollouts_per_prompt",
             f"is {members}; {config.learner.estimator} compares the rollouts of a group and needs "
             "at least 2 (or learner.estimator: mean)",
+            "learner.estimator",
         )
     if config.learner.minibatches > groups * members:
         yield (
             "learner.minibatches",
             f"is {config.learner.minibatches}, but a batch has only {groups * members} rollouts",
+            "rollout.prompts_per_step",
+            "rollout.rollouts_per_prompt",
         )
 
 
@@ -97,6 +105,7 @@ def _intervals(config: Config) -> _Found:
         yield (
             "schedule.sync_every",
             f"is {every}, but the run has only {steps} steps: weights never sync",
+            "schedule.steps",
         )
     for path, interval in (
         ("checkpoint.every", config.checkpoint.every),
@@ -108,6 +117,7 @@ def _intervals(config: Config) -> _Found:
                 path,
                 f"is {interval}, which does not meet a weight sync every time (schedule.sync_every "
                 f"is {every}): use a multiple of {every}",
+                "schedule.sync_every",
             )
 
 
@@ -120,11 +130,14 @@ def _replay(config: Config) -> _Found:
             "schedule.max_token_staleness",
             f"is {tokens}, but a rollout already expires at staleness {limit} "
             "((max_staleness + 1) × sync_every): no token would ever be masked",
+            "schedule.max_staleness",
+            "schedule.sync_every",
         )
     if config.replay.expiry == "drop" and config.replay.tail_batch > 0:
         yield (
             "replay.tail_batch",
             "gathers expired groups for a new attempt, but replay.expiry is drop: use retry, or 0",
+            "replay.expiry",
         )
 
 
@@ -194,11 +207,13 @@ def _devices(config: Config) -> _Found:
 
 
 def _memory(config: Config) -> _Found:
-    if config.replay.max_bytes >= config.store.capacity:
+    limit, capacity = config.replay.max_bytes, config.store.capacity
+    if limit is not None and limit >= capacity:
         yield (
             "replay.max_bytes",
-            f"is {config.replay.max_bytes}, but the arena has only {config.store.capacity} bytes "
-            "(store.capacity), which also hold the weights",
+            f"is {limit}, but the arena has only {capacity} bytes (store.capacity), which also "
+            "hold the weights",
+            "store.capacity",
         )
     rollouts = config.rollout.prompts_per_step * config.rollout.rollouts_per_prompt
     need = rollouts * (config.schedule.max_staleness + 2)
@@ -206,4 +221,21 @@ def _memory(config: Config) -> _Found:
         yield (
             "store.max_sessions",
             f"is {config.store.max_sessions}, but up to {need} rollouts may be alive at once",
+            "rollout.prompts_per_step",
+            "rollout.rollouts_per_prompt",
+            "schedule.max_staleness",
         )
+
+
+def _devices(config: Config) -> _Found:
+    for path, name in (
+        ("learner.device", config.learner.device),
+        ("engine.device", config.engine.device),
+    ):
+        kind, colon, number = name.partition(":")
+        if name != "cpu" and (kind != "cuda" or (colon and not number.isdecimal())):
+            yield path, f"is {name!r}; give cpu, cuda or cuda:N"
+        elif kind == "cuda":
+            there = detect_gpus()
+            if int(number or 0) >= len(there):
+                yield path, f"is {name!r}, but this machine has {len(there)} GPUs"

@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from actors.placement import detect_gpus
 from trainer.config import Config
 from trainer.config_load import Source
+from trainer.errors import ConfigError
 from trainer.model_checks import check_model, context_of, experts_of
+from trainer.model_config import EngineConfig, LearnerConfig
+from trainer.placement import cuda_number
 from trainer.task_checks import check_tasks
 
 __all__ = ["check"]
@@ -34,6 +37,7 @@ def check(config: Config, source: Source) -> None:
         _routing,
         _schedule,
         check_tasks,
+        _devices,
         _memory,
         _devices,
     )
@@ -170,6 +174,35 @@ def _schedule(config: Config) -> _Found:
             "rollout.max_new_tokens",
             f"is {config.rollout.max_new_tokens}, but the model's context is {context} tokens and "
             "the prompt needs some of them",
+        )
+
+
+def _devices(config: Config) -> _Found:
+    """What is wrong with the devices whatever machine it is; the run looks for them itself."""
+    numbers: dict[str, int | None] = {}
+    shares: list[float | None] = []
+    sections: tuple[tuple[str, LearnerConfig | EngineConfig], ...] = (
+        ("learner", config.learner),
+        ("engine", config.engine),
+    )
+    for name, section in sections:
+        shares.append(section.memory_fraction)
+        try:
+            numbers[name] = cuda_number(section.device)
+        except ConfigError as error:
+            yield f"{name}.device", str(error).removeprefix("device ")
+            continue
+        if numbers[name] is None and section.memory_fraction is not None:
+            yield f"{name}.memory_fraction", "is a share of a GPU's memory, but the device is cpu"
+    learner, engine = numbers.get("learner"), numbers.get("engine")
+    if learner is None or engine is None or config.schedule.name == "colocated":
+        return
+    shared = engine <= learner < engine + config.engine.replicas
+    if shared and (None in shares or sum(share or 0.0 for share in shares) > 1.0):
+        yield (
+            "learner.memory_fraction",
+            f"learner and engine share cuda:{learner}: give both learner.memory_fraction and "
+            "engine.memory_fraction, together at most 1 (or take turns: schedule.name: colocated)",
         )
 
 

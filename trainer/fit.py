@@ -59,16 +59,23 @@ way.
 """
 
 
-def run_blocking(folder: RunFolder, *, resume: bool, quiet: bool = False) -> Summary:
-    """Runs a run on a loop of its own. Ctrl-C once ends it in order, twice at once."""
+def run_blocking(
+    folder: RunFolder, *, resume: bool, quiet: bool = False, gpus: Sequence[str] | None = None
+) -> Summary:
+    """Runs a run on a loop of its own. Ctrl-C once ends it in order, twice at once.
+
+    gpus: what CUDA calls the devices that the run may use; None: those of the machine.
+    """
     display = make_display(table_rows=folder.config().metrics.table_rows, quiet=quiet)
     try:
-        return actors.run(_with_signals(folder, resume, display))
+        return actors.run(_with_signals(folder, resume, display, gpus))
     finally:
         display.close()
 
 
-async def _with_signals(folder: RunFolder, resume: bool, display: Display) -> Summary:
+async def _with_signals(
+    folder: RunFolder, resume: bool, display: Display, gpus: Sequence[str] | None
+) -> Summary:
     stop = asyncio.Event()
     task = asyncio.current_task()
     assert task is not None
@@ -84,7 +91,7 @@ async def _with_signals(folder: RunFolder, resume: bool, display: Display) -> Su
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt, number.name)
     try:
-        return await fit(folder, resume=resume, display=display, stop=stop)
+        return await fit(folder, resume=resume, display=display, stop=stop, gpus=gpus)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -96,13 +103,15 @@ async def fit(
     resume: bool = False,
     display: Display | None = None,
     stop: asyncio.Event | None = None,
+    gpus: Sequence[str] | None = None,
 ) -> Summary:
     """Trains the run in `folder`. Setting `stop` ends it after the step under way, with a
     checkpoint.
 
-    Cancelling ends it at once; either way nothing is left in the arena and no process.
+    Cancelling ends it at once; either way nothing is left in the arena and no process. `gpus`: as
+    in `run_blocking`.
     """
-    run = _Run(folder, display or QuietDisplay(), stop or asyncio.Event(), resume)
+    run = _Run(folder, display or QuietDisplay(), stop or asyncio.Event(), resume, gpus)
     return await run.to_the_end()
 
 
@@ -110,9 +119,14 @@ class _Run:
     """What one call of `fit` knows."""
 
     def __init__(
-        self, folder: RunFolder, display: Display, stop: asyncio.Event, resume: bool
+        self,
+        folder: RunFolder,
+        display: Display,
+        stop: asyncio.Event,
+        resume: bool,
+        gpus: Sequence[str] | None,
     ) -> None:
-        self.folder = folder
+        self.folder, self.gpus = folder, gpus
         self.config = folder.config()
         self.display = display
         self.stop = stop
@@ -178,7 +192,7 @@ class _Run:
     async def _with_parts(self, store: Store) -> None:
         config, display = self.config, self.display
         async with open_parts(
-            config, self.folder.name, store, self.folder.logs, display.note
+            config, self.folder.name, store, self.folder.logs, display.note, self.gpus
         ) as parts:
             dispatcher = await self._dispatcher(store)
             alarm = _Alarm(config.faults.no_progress_s, dispatcher.describe)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actors.placement import detect_gpus
 from trainer.config import Config
 from trainer.config_load import Source
 from trainer.errors import ConfigError
@@ -39,7 +38,6 @@ def check(config: Config, source: Source) -> None:
         check_tasks,
         _devices,
         _memory,
-        _devices,
     )
     wrong = {m.path.rpartition(".")[0] + "." for m in source.mistakes}
     broken = tuple(wrong & _task_sections(config))
@@ -225,17 +223,3 @@ def _memory(config: Config) -> _Found:
             "rollout.rollouts_per_prompt",
             "schedule.max_staleness",
         )
-
-
-def _devices(config: Config) -> _Found:
-    for path, name in (
-        ("learner.device", config.learner.device),
-        ("engine.device", config.engine.device),
-    ):
-        kind, colon, number = name.partition(":")
-        if name != "cpu" and (kind != "cuda" or (colon and not number.isdecimal())):
-            yield path, f"is {name!r}; give cpu, cuda or cuda:N"
-        elif kind == "cuda":
-            there = detect_gpus()
-            if int(number or 0) >= len(there):
-                yield path, f"is {name!r}, but this machine has {len(there)} GPUs"

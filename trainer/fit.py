@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from trainer.environments import PromptSource, build_source
 from trainer.errors import NoProgress, TrainerError
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
+from trainer.learner_link import StateLost
 from trainer.learner_state import STATE_OWNER
 from trainer.metrics import MetricsWriter, tensorboard_missing
 from trainer.plot import plot_rewards
@@ -131,6 +132,8 @@ class _Run:
         self.stop = stop
         self.summary = Summary(folder.name)
         self.checkpoint = self._latest() if resume else None
+        self._gone_back = 0
+        self._restarts_before: dict[str, int] = {}
 
     def _latest(self) -> Checkpoint | None:
         """What to go on from; None when the run died before its first checkpoint."""
@@ -143,8 +146,8 @@ class _Run:
         """Trains, and turns every end into a summary; only cancellation of the task goes on up."""
         summary, began = self.summary, time.perf_counter()
         try:
-            with open_arena(self.config, self.folder.name, summary) as store:
-                await self._with_parts(store)
+            while not await self._once():
+                self._go_back()
             summary.interrupted = self.stop.is_set()
         except asyncio.CancelledError:
             summary.interrupted = True
@@ -159,6 +162,32 @@ class _Run:
         summary.exit = _exit_status(summary)
         self._leave_pictures()
         return summary
+
+    async def _once(self) -> bool:
+        """From an arena to its end; False when the run has to go back to its last checkpoint."""
+        try:
+            with open_arena(self.config, self.folder.name, self.summary) as store:
+                await self._with_parts(store)
+        except (StateLost, ExceptionGroup) as error:
+            if not isinstance(_first(error), StateLost) or self.stop.is_set():
+                raise
+            self._gone_back += 1
+            if self._gone_back > self.config.faults.restarts_max:
+                raise
+            self.display.note(str(_first(error)))
+            return False
+        return True
+
+    def _go_back(self) -> None:
+        """To the last checkpoint, or to the beginning when there is none yet."""
+        before = self.checkpoint.train_step if self.checkpoint else 0
+        self.checkpoint = self._latest()
+        step = self.checkpoint.train_step if self.checkpoint else 0
+        if step > before:
+            self._gone_back = 1  # it gets on: deaths count against the same checkpoint only
+        self._restarts_before = dict(self.summary.restarts)
+        self.summary.begin_again()
+        self.display.note(f"the run goes back to step {step}")
 
     async def _with_parts(self, store: Store) -> None:
         config, display = self.config, self.display
@@ -206,7 +235,7 @@ class _Run:
             await _beside((parts.producer.supervise(), alarm.ring()), driver.run(self.stop))
         finally:
             metrics.close()
-            self.summary.restarts = driver.restarts()
+            self.summary.restarts = _sum(self._restarts_before, driver.restarts())
 
     async def _start(self, parts: Parts) -> LearnerReady | None:
         """Both processes build their models at once; None when the run was stopped meanwhile."""
@@ -283,12 +312,14 @@ class _Run:
 
     def _leave_pictures(self) -> None:
         """Summary, plot and the last words; none of them may hide how the run ended."""
-        self.folder.write_summary(self.summary.to_json())
-        if self.config.metrics.plot and self.folder.metrics_file.is_file():
-            try:
+        try:
+            self.folder.write_summary(self.summary.to_json())
+            if self.config.metrics.plot and self.folder.metrics_file.is_file():
                 plot_rewards(self.folder.metrics_file, self.folder.plot_file, self.folder.name)
-            except ModuleNotFoundError as error:
-                self.display.note(f"no reward.png: {error}")
+        except ModuleNotFoundError as error:
+            self.display.note(f"no reward.png: {error}")
+        except OSError as error:
+            self.display.note(f"summary and plot could not be written: {error}")
         for line in _last_words(self.summary, self.folder):
             self.display.note(line)
 
@@ -301,6 +332,10 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in (*one, *other)}
 
 
 class _Alarm:

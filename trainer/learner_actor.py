@@ -267,6 +267,11 @@ class LearnerActor:
 
     def export(self, folder: str) -> None:
         """A folder for transformers' from_pretrained."""
+        from safetensors import SafetensorError
+
         from trainer.models import export_hf
 
-        export_hf(self._ready.model, self._tokenizer, Path(folder))
+        try:
+            export_hf(self._ready.model, self._tokenizer, Path(folder))
+        except SafetensorError as error:  # as in `save`
+            raise OSError(f"{folder}: {error}") from error

@@ -176,7 +176,6 @@ def _schedule(config: Config) -> _Found:
 
 
 def _devices(config: Config) -> _Found:
-    """What is wrong with the devices whatever machine it is; the run looks for them itself."""
     numbers: dict[str, int | None] = {}
     shares: list[float | None] = []
     sections: tuple[tuple[str, LearnerConfig | EngineConfig], ...] = (
@@ -190,7 +189,10 @@ def _devices(config: Config) -> _Found:
         except ConfigError as error:
             yield f"{name}.device", str(error).removeprefix("device ")
             continue
-        if numbers[name] is None and section.memory_fraction is not None:
+        number, there = numbers[name], detect_gpus()
+        if number is not None and number >= len(there):
+            yield f"{name}.device", f"is {section.device!r}, but this machine has {len(there)} GPUs"
+        elif number is None and section.memory_fraction is not None:
             yield f"{name}.memory_fraction", "is a share of a GPU's memory, but the device is cpu"
     learner, engine = numbers.get("learner"), numbers.get("engine")
     if learner is None or engine is None or config.schedule.name == "colocated":

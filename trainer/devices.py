@@ -21,7 +21,7 @@ def prepare_device(name: str, memory_fraction: float | None = None) -> torch.dev
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}; give cpu or cuda:N") from error
+        raise ConfigError(f"device is {name!r}; give cpu, cuda or cuda:N") from error
     if device.type == "cpu":
         return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -62,7 +62,7 @@ def cuda_number(device: str) -> int | None:
     """1 of `cuda:1`, 0 of `cuda`, None of `cpu`. Raises ConfigError on any other name."""
     found = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", device)
     if found is None:
-        raise ConfigError(f"device is {device!r}; give cpu or cuda:N")
+        raise ConfigError(f"device is {device!r}; give cpu, cuda or cuda:N")
     return None if device == "cpu" else int(found[1] or 0)
 
 

@@ -18,6 +18,11 @@ from trainer.placement import cuda_number, own_device, plan_devices, replica_dev
 from trainer.wiring import _Plan, check_devices
 
 
+@pytest.fixture(autouse=True)
+def _a_machine_with_three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.config_checks.detect_gpus", lambda: ("0", "1", "2"))
+
+
 def _config(*overrides: str) -> Config:
     return load(TINY, overrides)
 
@@ -71,7 +76,7 @@ def test_a_process_calls_its_device_the_first_because_it_sees_no_other() -> None
     assert replica_devices("cuda", 2) == ["cuda:0", "cuda:1"]
     assert [cuda_number(name) for name in ("cpu", "cuda", "cuda:12")] == [None, 0, 12]
     for name in ("gpu", "cuda:", "cuda:-1", "cuda:x", "mps", ""):
-        with pytest.raises(ConfigError, match="give cpu or cuda:N"):
+        with pytest.raises(ConfigError, match="give cpu, cuda or cuda:N"):
             cuda_number(name)
 
 
@@ -88,8 +93,9 @@ def test_all_devices_that_are_missing_are_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("overrides", "path", "words"),
     [
-        (("learner.device=cuda:x",), "learner.device", "give cpu or cuda:N"),
-        (("engine.device=tpu",), "engine.device", "give cpu or cuda:N"),
+        (("learner.device=cuda:x",), "learner.device", "give cpu, cuda or cuda:N"),
+        (("engine.device=tpu",), "engine.device", "give cpu, cuda or cuda:N"),
+        (("engine.device=cuda:3",), "engine.device", "this machine has 3 GPUs"),
         (("engine.memory_fraction=0.5",), "engine.memory_fraction", "the device is cpu"),
         (
             ("learner.device=cuda", "engine.device=cuda:0"),
@@ -141,7 +147,7 @@ def test_the_command_counts_the_devices_that_its_environment_leaves_it(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     monkeypatch.chdir(tmp_path)
-    assert main(["train", str(TINY), "--set", "engine.device=cuda:9"]) == 2
+    assert main(["train", str(TINY), "--set", "engine.device=cuda:2"]) == 2
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir()), "nothing is left of a run that never began"
 

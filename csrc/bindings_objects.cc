@@ -131,8 +131,9 @@ ValueHeader plain_array_header(PyArrayObject* array) {
 }
 
 nb::object put_encoded(const Target& target, nb::handle value) {
-  nb::object encoded = nb::steal(checked(PyObject_CallFunction(
-      g_hooks.encode, "OO", value.ptr(), target.core.allow_pickle ? Py_True : Py_False)));
+  nb::object encoded = nb::steal(
+      checked(PyObject_CallFunction(g_hooks.encode, "OOO", nb::find(target.core).ptr(), value.ptr(),
+                                    target.core.allow_pickle ? Py_True : Py_False)));
   nb::object head = encoded[0];
   const auto head_bytes = static_cast<std::size_t>(PyBytes_GET_SIZE(head.ptr()));
   const auto payload_bytes = nb::cast<std::uint64_t>(nb::object(encoded[1]));

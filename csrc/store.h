@@ -432,8 +432,9 @@ class Store {
 
   // -- memory ------------------------------------------------------------------
 
-  // For cudaHostRegister: the read-only payload mapping and how much of it is backed so far.
-  std::span<const std::byte> payload_mapping() const noexcept;
+  // For cudaHostRegister: both mappings of the payload, and how much of it is backed so far.
+  std::span<const std::byte> payload_mapping() const noexcept;  // read-only: where views lie
+  std::byte* payload_writable() const noexcept;                 // the same bytes, where drafts lie
   std::uint64_t payload_committed() const noexcept;
 
   // Tests only: lets go of the kernel lock without any clean-up, so that to every other process

@@ -208,7 +208,9 @@ def _spin(seconds: float) -> float:
     return float(seconds)
 
 
-def _encode(value: object, allow_pickle: bool) -> Any:
+def _encode(store: Store, value: object, allow_pickle: bool) -> Any:
+    if device.holds(value):
+        return device.encode(store, value)
     return codec.encode(value, allow_pickle=allow_pickle)
 
 

@@ -13,7 +13,10 @@ from collections.abc import Iterator
 
 from trainer.config import Config
 from trainer.config_load import Source
+from trainer.errors import ConfigError
 from trainer.model_checks import check_model, context_of, experts_of
+from trainer.model_config import EngineConfig, LearnerConfig
+from trainer.placement import cuda_number
 from trainer.task_checks import check_tasks
 
 __all__ = ["check"]
@@ -33,13 +36,15 @@ def check(config: Config, source: Source) -> None:
         _routing,
         _schedule,
         check_tasks,
+        _devices,
         _memory,
     )
     wrong = {m.path.rpartition(".")[0] + "." for m in source.mistakes}
     broken = tuple(wrong & _task_sections(config))
     for rule in rules:
-        for path, message in rule(config):
-            if not path.startswith(broken):
+        for path, message, *read in rule(config):
+            # A field that is wrong was left out: what is said of its default would be no help.
+            if not path.startswith(broken) and not any(map(source.is_wrong, read)):
                 source.add(path, message)
 
 
@@ -49,7 +54,8 @@ def _task_sections(config: Config) -> set[str]:
     return {f"tasks[{index}].{part}." for index in range(len(config.tasks)) for part in parts}
 
 
-_Found = Iterator[tuple[str, str]]
+_Found = Iterator[tuple[str, ...]]
+"""(path, message, paths of the other fields that the message speaks of)."""
 
 
 def _names(config: Config) -> _Found:
@@ -73,17 +79,21 @@ def _batches(config: Config) -> _Found:
         yield (
             "rollout.prompts_per_step",
             f"is {groups}, but {len(config.tasks)} tasks share a batch: each needs a group",
+            "tasks",
         )
     if members < 2 and config.learner.estimator in ("grpo", "dr_grpo", "rloo"):
         yield (
             "rollout.rollouts_per_prompt",
             f"is {members}; {config.learner.estimator} compares the rollouts of a group and needs "
             "at least 2 (or learner.estimator: mean)",
+            "learner.estimator",
         )
     if config.learner.minibatches > groups * members:
         yield (
             "learner.minibatches",
             f"is {config.learner.minibatches}, but a batch has only {groups * members} rollouts",
+            "rollout.prompts_per_step",
+            "rollout.rollouts_per_prompt",
         )
 
 
@@ -93,6 +103,7 @@ def _intervals(config: Config) -> _Found:
         yield (
             "schedule.sync_every",
             f"is {every}, but the run has only {steps} steps: weights never sync",
+            "schedule.steps",
         )
     for path, interval in (
         ("checkpoint.every", config.checkpoint.every),
@@ -104,6 +115,7 @@ def _intervals(config: Config) -> _Found:
                 path,
                 f"is {interval}, which does not meet a weight sync every time (schedule.sync_every "
                 f"is {every}): use a multiple of {every}",
+                "schedule.sync_every",
             )
 
 
@@ -116,11 +128,14 @@ def _replay(config: Config) -> _Found:
             "schedule.max_token_staleness",
             f"is {tokens}, but a rollout already expires at staleness {limit} "
             "((max_staleness + 1) × sync_every): no token would ever be masked",
+            "schedule.max_staleness",
+            "schedule.sync_every",
         )
     if config.replay.expiry == "drop" and config.replay.tail_batch > 0:
         yield (
             "replay.tail_batch",
             "gathers expired groups for a new attempt, but replay.expiry is drop: use retry, or 0",
+            "replay.expiry",
         )
 
 
@@ -160,12 +175,45 @@ def _schedule(config: Config) -> _Found:
         )
 
 
+def _devices(config: Config) -> _Found:
+    numbers: dict[str, int | None] = {}
+    shares: list[float | None] = []
+    sections: tuple[tuple[str, LearnerConfig | EngineConfig], ...] = (
+        ("learner", config.learner),
+        ("engine", config.engine),
+    )
+    for name, section in sections:
+        shares.append(section.memory_fraction)
+        try:
+            numbers[name] = cuda_number(section.device)
+        except ConfigError as error:
+            yield f"{name}.device", str(error).removeprefix("device ")
+            continue
+        number, there = numbers[name], detect_gpus()
+        if number is not None and number >= len(there):
+            yield f"{name}.device", f"is {section.device!r}, but this machine has {len(there)} GPUs"
+        elif number is None and section.memory_fraction is not None:
+            yield f"{name}.memory_fraction", "is a share of a GPU's memory, but the device is cpu"
+    learner, engine = numbers.get("learner"), numbers.get("engine")
+    if learner is None or engine is None or config.schedule.name == "colocated":
+        return
+    shared = engine <= learner < engine + config.engine.replicas
+    if shared and (None in shares or sum(share or 0.0 for share in shares) > 1.0):
+        yield (
+            "learner.memory_fraction",
+            f"learner and engine share cuda:{learner}: give both learner.memory_fraction and "
+            "engine.memory_fraction, together at most 1 (or take turns: schedule.name: colocated)",
+        )
+
+
 def _memory(config: Config) -> _Found:
-    if config.replay.max_bytes >= config.store.capacity:
+    limit, capacity = config.replay.max_bytes, config.store.capacity
+    if limit is not None and limit >= capacity:
         yield (
             "replay.max_bytes",
-            f"is {config.replay.max_bytes}, but the arena has only {config.store.capacity} bytes "
-            "(store.capacity), which also hold the weights",
+            f"is {limit}, but the arena has only {capacity} bytes (store.capacity), which also "
+            "hold the weights",
+            "store.capacity",
         )
     rollouts = config.rollout.prompts_per_step * config.rollout.rollouts_per_prompt
     need = rollouts * (config.schedule.max_staleness + 2)
@@ -173,4 +221,7 @@ def _memory(config: Config) -> _Found:
         yield (
             "store.max_sessions",
             f"is {config.store.max_sessions}, but up to {need} rollouts may be alive at once",
+            "rollout.prompts_per_step",
+            "rollout.rollouts_per_prompt",
+            "schedule.max_staleness",
         )

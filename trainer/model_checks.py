@@ -53,6 +53,8 @@ _TOKENIZERS = (
 def check_model(config: Config) -> _Found:
     """Every mistake of the section `model`, as (path, message)."""
     model = config.model
+    if model.path is None and model.gguf is None and model.config is None:
+        yield "model.path", "give exactly one of path, gguf, config; given: none"
     if model.config is not None and "architecture" in model.config:
         yield from _from_scratch(model)
     elif model.path is not None:
@@ -77,12 +79,15 @@ def experts_of(model: ModelConfig) -> int | None:
         found = _json(Path(model.path) / "config.json")
         return None if found is None else _first_int(found, _EXPERTS) or 0
     given = model.config or {}
-    fields = fields_of(str(given.get("architecture", "")))
-    for name in _EXPERTS:
-        value = given.get(name) if fields is None else fields.value(given, name)
+    name = str(given.get("architecture", ""))
+    fields = fields_of(name)
+    for field in _EXPERTS:
+        value = given.get(field) if fields is None else fields.value(given, field)
         if isinstance(value, int):
             return value
-    return None if fields is None and model.is_mixture is not False else 0
+    if fields is None and (name not in architectures() or model.is_mixture is not False):
+        return None
+    return 0
 
 
 def context_of(model: ModelConfig) -> int | None:
@@ -144,6 +149,8 @@ def _fields(architecture: str, given: Mapping[str, Any], fields: HFFields) -> _F
                 f"model.config.{key}",
                 f"must be {kinds_text(fields.kinds[key])}, got {value!r}",
             )
+        elif key == "head_dim" and key not in fields.kinds and not isinstance(value, int):
+            yield f"model.config.{key}", f"must be a whole number, or be left out; got {value!r}"
         elif key in _SIZES and isinstance(value, int) and value < (0 if key in _EXPERTS else 1):
             yield f"model.config.{key}", f"must be at least 1, got {value}"
 

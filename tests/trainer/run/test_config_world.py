@@ -93,6 +93,7 @@ def test_all_mistakes_are_told_at_once_with_status_2_and_neither_process_nor_fol
         ("num_attention_heads: 30", "num_key_value_heads", "is 4 (the default of its class)"),
         ("hidden_size: 96, num_attention_heads: 32", "hidden_size", "heads of 3"),
         ("head_dim: 15", "head_dim", "even"),
+        ("head_dim: null", "head_dim", "or be left out"),
         ("vocab_size: 20", "vocab_size", "its tokenizer 82"),
         ("num_experts: 4", "num_experts_per_tok", "is 8 (the default of its class)"),
     ],
@@ -107,6 +108,7 @@ def test_a_class_of_transformers_that_does_not_exist_is_answered_with_the_neares
     tmp_path: Path,
 ) -> None:
     found = mistakes(tmp_path, GOOD.replace("Qwen3MoeForCausalLM", "Qwen3MoeForCasualLM"))
+    assert found.keys() == {"model.config.architecture"}
     assert "did you mean Qwen3MoeForCausalLM?" in found["model.config.architecture"]
 
 

@@ -147,6 +147,10 @@ class TraceStore:
         """Nodes from the root to `node`."""
         return self._path_to(self._objects(session_id), session_id, node)
 
+    def parents(self, session_id: str) -> list[int | None]:
+        """The parent of each node, in the order of insertion."""
+        return [entry.parent for entry in self._objects(session_id)]
+
     def describe(self, rollout: Rollout) -> Rollout:
         """The rollout with what its session says about it: leaves, counts of tokens, model steps.
 

@@ -82,8 +82,9 @@ class Session(Protocol):
         """Go back to the end of an earlier turn of this session (None: to the very beginning) and
         go on from there; the path that is left stays, and is trained as well.
 
-        For agents that branch. Turns that paths share are trained with each of them. `text` and the next request are of the new path; what was appended
-        and not yet generated from is dropped. `TraceError` for a turn of another session.
+        For agents that branch. Turns that paths share are trained with each of them. `text` and the
+        next request are of the new path; what was appended and not yet generated from is dropped.
+        `TraceError` for a turn of another session.
         """
         ...
 

@@ -5,6 +5,10 @@ L20, L23, L30).
 `sync`       produce a batch, pause, train, sync; nothing is stale
 `colocated`  as `sync`, and learner and engine take turns on the same devices
 
+What need not be waited for is not: a step is booked, and in flight the engines take its weights,
+while the next one is trained (`async`) or produced (the others). One step at a time, though: the
+engines have its weights and its books balance before the step after it may end.
+
 The parts are protocols: processes in a run, plain objects in a simulation. This file knows no
 process, no model and no clock but the loop's. Runs in the driver.
 """
@@ -12,9 +16,11 @@ process, no model and no clock but the loop's. Runs in the driver.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from trainer.dispatch import Dispatcher
 from trainer.engine.protocol import SyncMode
@@ -33,6 +39,8 @@ __all__ = [
     "StepReport",
     "run_schedule",
 ]
+
+_T = TypeVar("_T")
 
 
 class LearnerPart(Protocol):
@@ -64,7 +72,9 @@ class Devices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One finished train step. Seconds: waiting for the batch, training, taking new weights."""
+    """One finished train step. Seconds: waiting for the batch, training, and from the end of that
+    until the engines had the new weights.
+    """
 
     train_step: int
     metrics: Mapping[str, float]
@@ -85,7 +95,8 @@ class ScheduleParts:
 
     `sync_weights(model_step, mode)`: the engines run the learner's weights when it returns.
     `evaluate(train_step)`, `checkpoint(train_step)`: called when due. `on_step(report)`: after each
-    step.
+    step, in their order, when its weights are out; perhaps while the next one is trained. `stop`:
+    once it is set the step under way is the last; waiting for a batch then ends.
     """
 
     dispatcher: Dispatcher
@@ -96,6 +107,7 @@ class ScheduleParts:
     checkpoint: Callable[[int], Awaitable[None]] = _nothing
     on_step: Callable[[StepReport], Awaitable[None]] | None = None
     devices: Devices | None = None
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +142,27 @@ class ScheduleConfig:
 
 
 async def run_schedule(name: str, parts: ScheduleParts, config: ScheduleConfig) -> None:
-    """Run all train steps by the schedule `name`; the books are checked after each (L26)."""
+    """Run the train steps by the schedule `name` to the last, or until the parts' `stop` is set;
+    the books are checked after each (L26).
+    """
     if name not in SCHEDULES:
         raise ConfigError(f"schedule {name!r} is unknown; allowed are {', '.join(SCHEDULES)}")
     if (name == "colocated") != (parts.devices is not None):
         raise ConfigError("the colocated schedule, and no other, needs `devices`")
-    await SCHEDULES[name](_Run(parts, config))
+    run = _Run(parts, config)
+    try:
+        with contextlib.suppress(_Stopped):
+            await SCHEDULES[name](run)
+        await run.settle()
+    except Exception as error:
+        await run.settle_after(error)
+        raise
+    finally:
+        await run.give_up()
+
+
+class _Stopped(Exception):
+    """`stop` was set while nothing but waiting was going on."""
 
 
 class _Run:
@@ -149,26 +176,79 @@ class _Run:
         self._resumed_at = self._paused_at = self._loop.time()
         self._paused = False
         self._trained = config.first_step - 1
+        self._beside: asyncio.Task[None] | None = None
 
     @property
     def steps(self) -> range:
         """Train steps of this run."""
         return range(self.config.first_step, self.config.steps + 1)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the last finished step was the last."""
+        return self.parts.stop.is_set()
+
     async def take(self, step: int) -> tuple[Batch, float]:
         """The batch of `step` and how long it was waited for. Syncs first if that is what is
         missing (L23).
         """
-        if (
-            await self.dispatcher.must_sync_first(step)
-            and self.dispatcher.model_step < self._trained
-        ):
-            await self.sync_in_flight_or_paused(self._trained)
+        if await self.dispatcher.must_sync_first(step):
+            await self.settle()  # newer weights may be on their way
+            if self.dispatcher.model_step < self._trained and await self.dispatcher.must_sync_first(
+                step
+            ):
+                await self.sync_in_flight_or_paused(self._trained)
         started = self._loop.time()
-        batch = await self.dispatcher.take(
-            step, owner=self.config.learner, timeout=self.config.take_timeout_s
+        batch = await self.unless_stopped(
+            self.dispatcher.take(
+                step, owner=self.config.learner, timeout=self.config.take_timeout_s
+            )
         )
         return batch, self._loop.time() - started
+
+    async def unless_stopped(self, waiting: Awaitable[_T]) -> _T:
+        """What `waiting` comes to; it is cancelled and `_Stopped` raised when `stop` is set first,
+        and so it is when what is done beside has failed.
+        """
+        task = asyncio.ensure_future(waiting)
+        stopping = self._loop.create_task(self.parts.stop.wait())
+        try:
+            while not task.done():
+                if stopping.done():
+                    raise _Stopped
+                beside = () if self._beside is None else (self._beside,)
+                await asyncio.wait((task, stopping, *beside), return_when=asyncio.FIRST_COMPLETED)
+                if self._beside is not None and self._beside.done():
+                    await self.settle()
+            return task.result()
+        finally:
+            task.cancel()
+            stopping.cancel()
+            await asyncio.gather(task, stopping, return_exceptions=True)
+
+    def beside(self, rest: Coroutine[Any, Any, None]) -> None:
+        """Do the rest of a step beside the next one; that of the step before is settled."""
+        assert self._beside is None
+        self._beside = self._loop.create_task(rest)
+
+    async def settle(self) -> None:
+        """Wait for what is done beside; its error is raised here."""
+        if self._beside is not None:
+            task, self._beside = self._beside, None
+            await task
+
+    async def settle_after(self, error: Exception) -> None:
+        """The last finished step is booked although the run fails with `error`."""
+        if self._beside is not None:
+            await asyncio.wait((self._beside,), timeout=self.config.pause_timeout_s)
+            if self._beside.done() and not self._beside.cancelled() and self._beside.exception():
+                error.add_note(f"and the step before was not booked: {self._beside.exception()!r}")
+
+    async def give_up(self) -> None:
+        """Nothing goes on after the schedule, whatever ended it."""
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
 
     async def train(self, step: int, batch: Batch) -> tuple[Mapping[str, float], float, Batch]:
         """Train; a learner that died gets its batch again in its successor (L07)."""
@@ -217,6 +297,11 @@ class _Run:
         await self.parts.sync_weights(step, mode)
         await self.dispatcher.set_steps(train_step=step + 1, model_step=step)
 
+    def due(self, step: int) -> bool:
+        """Whether an evaluation or a checkpoint belongs to the end of `step`."""
+        config = self.config
+        return any(n and step % n == 0 for n in (config.evaluate_every, config.checkpoint_every))
+
     async def after_sync(self, step: int) -> None:
         """Evaluation and checkpoint, when due."""
         config = self.config
@@ -225,19 +310,24 @@ class _Run:
         if config.checkpoint_every and step % config.checkpoint_every == 0:
             await self.parts.checkpoint(step)
 
-    async def sync_in_flight_or_paused(self, step: int) -> PauseReport | None:
-        """Take the weights of `step` while producers are running (L20)."""
+    async def sync_in_flight_or_paused(self, step: int) -> tuple[float, PauseReport | None]:
+        """Take the weights of `step` while producers are running (L20); -> seconds until the
+        engines have them, and what the pause came to if there was one.
+        """
+        started = self._loop.time()
         if self.config.sync_mode == "in_flight":
             await self.take_weights(step, "in_flight")
+            taken = self._loop.time()
             await self.after_sync(step)
-            return None
-        report = await self.pause()
+            return taken - started, None
+        pause = await self.pause()
         try:
             await self.take_weights(step, "pause")
+            taken = self._loop.time()
             await self.after_sync(step)
         finally:
             await self.resume()
-        return report
+        return taken - started, pause
 
     async def finish_step(self, report: StepReport) -> None:
         """Check the books, then tell."""
@@ -247,27 +337,35 @@ class _Run:
 
 
 async def _run_async(run: _Run) -> None:
-    if run.config.evaluate_first:
-        await run.parts.evaluate(run.config.first_step - 1)
+    config = run.config
+    if config.evaluate_first:
+        await run.unless_stopped(run.parts.evaluate(config.first_step - 1))
     for step in run.steps:
         batch, wait_s = await run.take(step)
         metrics, train_s, batch = await run.train(step, batch)
-        sync_s, pause = 0.0, None
-        if step % run.config.sync_interval == 0:
-            started = asyncio.get_running_loop().time()
-            pause = await run.sync_in_flight_or_paused(step)
-            sync_s = asyncio.get_running_loop().time() - started
-        await run.finish_step(
-            StepReport(step, metrics, batch.report, wait_s, train_s, sync_s, pause)
-        )
+        report = StepReport(step, metrics, batch.report, wait_s, train_s, 0.0)
+        await run.settle()
+        run.beside(_after_async(run, report))
+        if config.sync_mode == "pause" or run.due(step) or run.stopping:
+            await run.settle()
+        if run.stopping:
+            return
+
+
+async def _after_async(run: _Run, report: StepReport) -> None:
+    """New weights into the engines when it is time, what is due with them, and the books."""
+    if report.train_step % run.config.sync_interval == 0:
+        sync_s, pause = await run.sync_in_flight_or_paused(report.train_step)
+        report = dataclasses.replace(report, sync_s=sync_s, pause=pause)
+    await run.finish_step(report)
 
 
 async def _run_sync(run: _Run) -> None:
     """Also `colocated`: the producers are at rest whenever the learner works."""
-    devices = run.parts.devices
+    devices, loop = run.parts.devices, asyncio.get_running_loop()
     run.dispatcher.limit_ahead(1)
     if run.config.evaluate_first:
-        await run.parts.evaluate(run.config.first_step - 1)
+        await run.unless_stopped(run.parts.evaluate(run.config.first_step - 1))
     for step in run.steps:
         batch, wait_s = await run.take(step)
         pause = await run.pause()
@@ -275,27 +373,23 @@ async def _run_sync(run: _Run) -> None:
             await devices.to_learner()
         metrics, train_s, batch = await run.train(step, batch)
         _check_no_session_is_left(run)
-        started = asyncio.get_running_loop().time()
+        started = loop.time()
         if devices is not None:
             await devices.to_engine()
         # The checkpoint comes before anything may be drawn for the next step: what a resumed run
         # draws is then exactly what this one does.
         await run.parts.sync_weights(step, "pause")
+        sync_s = loop.time() - started
         await run.after_sync(step)
         await run.dispatcher.set_steps(train_step=step + 1, model_step=step)
-        await run.finish_step(
-            StepReport(
-                step,
-                metrics,
-                batch.report,
-                wait_s,
-                train_s,
-                asyncio.get_running_loop().time() - started,
-                pause,
-            )
-        )
-        if step != run.config.steps:
+        last = step == run.config.steps or run.stopping
+        if not last:
             await run.resume()
+        await run.finish_step(
+            StepReport(step, metrics, batch.report, wait_s, train_s, sync_s, pause)
+        )
+        if last:
+            return
 
 
 def _check_no_session_is_left(run: _Run) -> None:

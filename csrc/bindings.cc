@@ -420,8 +420,9 @@ void register_hooks(nb::handle encode, nb::handle decode, nb::handle to_device,
 
 nb::tuple payload_mapping(StoreCore& core) {
   const auto bytes = core.store().payload_mapping();
-  return nb::make_tuple(reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size(),
-                        core.store().payload_committed());
+  return nb::make_tuple(reinterpret_cast<std::uintptr_t>(bytes.data()),
+                        reinterpret_cast<std::uintptr_t>(core.store().payload_writable()),
+                        bytes.size(), core.store().payload_committed());
 }
 
 std::uintptr_t buffer_address(nb::handle source) {

@@ -278,6 +278,7 @@ std::uint32_t Store::client_slot() const noexcept { return arena_->arena.slot; }
 std::span<const std::byte> Store::payload_mapping() const noexcept {
   return {arena_->arena.payload_read_only(), arena_->arena.payload_bytes()};
 }
+std::byte* Store::payload_writable() const noexcept { return arena_->arena.payload(); }
 std::uint64_t Store::payload_committed() const noexcept {
   return arena_->arena.mapped() ? arena_->arena.granules_ready() * kGranule : 0;
 }
@@ -492,7 +493,8 @@ Status Store::reserve(std::uint64_t size, std::string_view session, const Wait& 
   return Status::ok;
 }
 
-Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent, Pin* keep) {
+Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent, Pin* keep,
+                   std::uint32_t* position) {
   return call([&](ProcessArena& process, Arena& arena) {
     if (draft.arena_ != &process)
       return fail(Status::bad_draft, "not an unsealed draft of this store");
@@ -514,15 +516,16 @@ Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent, Pin* keep) {
                     "the session was released while the object was being built");
       std::uint64_t const state = e.state.load(std::memory_order_relaxed);
       sealed = generation_of(state) == draft.ref_.generation && state_of(state) == os::kBuilding;
-      std::uint32_t position = 0;
+      std::uint32_t place = 0;
       if (sealed) {
-        Status const status = append_attachment(
-            arena, txn, draft.session_, index, draft.ref_.generation,
-            parent < 0 ? kNil : static_cast<std::uint32_t>(parent), true, position);
+        Status const status =
+            append_attachment(arena, txn, draft.session_, index, draft.ref_.generation,
+                              parent < 0 ? kNil : static_cast<std::uint32_t>(parent), true, place);
         if (status == Status::bad_position)
           return fail(status, "parent " + std::to_string(parent) + " is not below position " +
                                   std::to_string(s.count.get()));
         if (status != Status::ok) return fail(status, "all attachment entries are in use");
+        if (position != nullptr) *position = place;
       }
     }
     ProcessArena* const owner = std::exchange(draft.arena_, nullptr);

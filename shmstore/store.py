@@ -159,9 +159,9 @@ class Store(_core.StoreCore):
         *,
         parent: int | None = None,
     ) -> ObjectRef:
-        """Put an Arrow value whose IPC stream the caller has in parts (buffers, in order), without
-        pyarrow's writer. `sort`: "batch", "table", "array" or "chunked" (the last two: one
-        column)."""
+        """Put an Arrow value whose IPC stream the caller has in parts (buffers, and texts, in
+        order), without pyarrow's writer. `sort`: "batch", "table", "array" or "chunked" (the last
+        two: one column)."""
         try:
             head = arrow.STREAM_HEADS[sort]
         except (KeyError, TypeError):
@@ -208,7 +208,9 @@ def _spin(seconds: float) -> float:
     return float(seconds)
 
 
-def _encode(value: object, allow_pickle: bool) -> Any:
+def _encode(store: Store, value: object, allow_pickle: bool) -> Any:
+    if device.holds(value):
+        return device.encode(store, value)
     return codec.encode(value, allow_pickle=allow_pickle)
 
 

@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="shmrl",
         description="Asynchronous reinforcement learning of mixture-of-experts language models.",
     )
+    parser.add_argument("--version", action="version", version=f"shmrl {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train from a configuration file")
@@ -113,6 +114,15 @@ def _parser() -> argparse.ArgumentParser:
     ):
         commands.add_parser(name, help=text, add_help=False)
     return parser
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("shmrl")
+    except PackageNotFoundError:
+        return "(not installed: run from a source tree)"
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -187,7 +197,8 @@ def _store(arguments: Sequence[str]) -> int:
 def _top(arguments: Sequence[str]) -> int:
     from actors.top import main as top_main
 
-    return top_main(list(arguments))
+    # A run's folder names it as well, as with the other commands.
+    return top_main([Path(a).name if Path(a, "config.yaml").is_file() else a for a in arguments])
 
 
 def _bench(arguments: Sequence[str]) -> int:

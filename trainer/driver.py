@@ -82,6 +82,7 @@ class Driver:
         self._cpu_s = time.process_time()
         self._saved_step = train_step if train_step else -1
         self._exported_step = -1
+        self._model_step = train_step
         self.train_step = train_step
 
     # -- the loop --------------------------------------------------------------------------------
@@ -158,6 +159,7 @@ class Driver:
             weights = await parts.learner.publish(model_step)
         await parts.producer.load_weights(weights, mode)
         parts.learner.retire(before=model_step)
+        self._model_step = model_step
         self._moved(f"the engines run the weights of step {model_step}")
 
     async def _step_ended(self, report: StepReport) -> None:
@@ -231,7 +233,7 @@ class Driver:
             self._summary.warnings.append(str(error))
             return
         self._saved_step = step
-        self._folder.prune_checkpoints(self._config.checkpoint.keep)
+        await asyncio.to_thread(self._folder.prune_checkpoints, self._config.checkpoint.keep)
 
     async def _export(self) -> None:
         if self._exported_step == self.train_step:
@@ -258,7 +260,7 @@ class Driver:
         found = dict(report.metrics)
         found |= step_metrics.speed_metrics(times, found, use)
         found |= step_metrics.arena_metrics(self._parts.store.stats())
-        found["model_step"] = float(self._dispatcher.model_step)
+        found["model_step"] = float(self._model_step)
         found["buffer_groups"] = float(len(self._dispatcher.buffer))
         found["buffer_bytes"] = float(self._dispatcher.buffer.nbytes)
         found["restarts"] = float(sum(self.restarts().values()))

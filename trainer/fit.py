@@ -222,14 +222,15 @@ class _Run:
         """Buffer, prompts and books: new ones, or those of the checkpoint."""
         config = self.config
         schedule, replay = config.schedule, config.replay
+        retries = replay.expiry == "retry" and replay.tail_batch >= 0
         expiry = Expiry(
-            action=ExpiryAction(replay.expiry),
+            action=ExpiryAction.RETRY if retries else ExpiryAction.DROP,
             max_staleness=schedule.max_staleness,
             sync_interval=schedule.sync_every,
             max_token_staleness=schedule.max_token_staleness,
-            tail_batch=replay.tail_batch if replay.expiry == "retry" else None,
+            tail_batch=replay.tail_batch if retries else None,
         )
-        order, limit = replay.order, replay.max_bytes
+        order, limit = replay.order, replay.max_bytes or config.store.capacity // 2
         if self.checkpoint is None:
             buffer = ReplayBuffer(store, order=order, max_bytes=limit, expiry=expiry)
         else:
@@ -355,6 +356,8 @@ def open_arena(config: Config, name: str, summary: Summary) -> Iterator[Store]:
 
 def _sources(config: Config, *, held_out: bool) -> list[PromptSource]:
     """One source a task; a task that holds nothing out is not evaluated."""
+    if held_out and not config.eval.prompts:
+        return []
     tasks = [task for task in config.tasks if not held_out or task.source.holdout > 0]
     return [build_source(task, seed=config.run.seed, held_out=held_out) for task in tasks]
 

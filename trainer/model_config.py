@@ -165,10 +165,7 @@ class EngineConfig:
     replicas: int = _setting(1, "Engine processes, when not inline.", ge=1)
 
     def problems(self) -> list[Problem]:
-        found = field_problems(self)
-        if self.inline and self.replicas != 1:
-            found.append(("replicas", f"is {self.replicas}, but an inline engine is exactly one"))
-        return found
+        return field_problems(self)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ once by the learner's and by the engine's process.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -228,10 +227,3 @@ def _replace(part: Path, folder: Path) -> None:
     except OSError:
         if not folder.exists():
             raise
-
-
-def config_digest(config: ModelConfig) -> str:
-    """A name for the initial weights of this config; part of the warm-up's cache key."""
-    record = dataclasses.asdict(config)
-    record.pop("cache_dir")
-    return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()

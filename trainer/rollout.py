@@ -276,7 +276,8 @@ class Segment:
     rows of it are known: an engine does not know the row of the last token that it sampled until
     the next turn feeds it back.
 
-    Arrays of another dtype are converted once, here; `BadSegment` says which array does not fit.
+    Arrays of another dtype or with gaps are converted once, here; `BadSegment` says what does not
+    fit.
     """
 
     token_ids: NDArray[np.int32]
@@ -293,11 +294,17 @@ class Segment:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise BadSegment(f"text is {self.text!r}; a str is needed")
+        if not self.text.isascii():
+            _check_utf8(self.text)
         n = np.size(self.token_ids)
         for name, dtype in _COLUMNS:
             given = getattr(self, name)
-            # The common case (an engine's own arrays) costs two comparisons and no call.
-            if type(given) is not np.ndarray or given.dtype is not dtype:
+            # The common case (an engine's own arrays) costs a few comparisons and no call.
+            if (
+                type(given) is not np.ndarray
+                or given.dtype is not dtype
+                or not given.flags.c_contiguous
+            ):
                 given = _converted(name, given, dtype)
                 object.__setattr__(self, name, given)
             if given.shape != (n,):
@@ -339,6 +346,9 @@ class Segment:
         if not 0 <= known <= len(routed):
             raise BadSegment(f"n_routed is {known}, but routed_experts has {len(routed)} rows")
         object.__setattr__(self, "n_routed", known)
+        for name, array in (("routed_experts", routed), ("routed_before", before)):
+            if array is not None and not array.flags.c_contiguous:
+                object.__setattr__(self, name, np.ascontiguousarray(array))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -372,6 +382,13 @@ class Trace:
     def n_trainable(self) -> int:
         """Tokens that carry a label."""
         return int(np.count_nonzero(self.labels != IGNORE_LABEL))
+
+
+def _check_utf8(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadSegment(f"text cannot be stored as UTF-8: {error}") from error
 
 
 def _converted(name: str, given: object, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -197,7 +197,7 @@ class _Run:
             if self.dispatcher.model_step < self._trained and await self.dispatcher.must_sync_first(
                 step
             ):
-                await self.sync_in_flight_or_paused(self._trained)
+                await self.sync(self._trained)
         started = self._loop.time()
         batch = await self.unless_stopped(
             self.dispatcher.take(
@@ -302,38 +302,42 @@ class _Run:
         config = self.config
         return any(n and step % n == 0 for n in (config.evaluate_every, config.checkpoint_every))
 
-    async def after_sync(self, step: int) -> None:
-        """Evaluation and checkpoint, when due."""
-        config = self.config
-        if config.evaluate_every and step % config.evaluate_every == 0:
+    async def evaluate_due(self, step: int) -> None:
+        """Evaluation, when due."""
+        every = self.config.evaluate_every
+        if every and step % every == 0:
             await self.parts.evaluate(step)
-        if config.checkpoint_every and step % config.checkpoint_every == 0:
-            await self.parts.checkpoint(step)
 
-    async def sync_in_flight_or_paused(self, step: int) -> tuple[float, PauseReport | None]:
-        """Take the weights of `step` while producers are running (L20); -> seconds until the
-        engines have them, and what the pause came to if there was one.
+    async def sync(self, step: int) -> tuple[PauseReport | None, float]:
+        """Take the weights of `step` while producers are running (L20), then evaluate when due.
+
+        -> the pause, and seconds until the engines had the weights.
         """
         started = self._loop.time()
         if self.config.sync_mode == "in_flight":
             await self.take_weights(step, "in_flight")
-            taken = self._loop.time()
-            await self.after_sync(step)
-            return taken - started, None
-        pause = await self.pause()
+            sync_s = self._loop.time() - started
+            await self.evaluate_due(step)
+            return None, sync_s
+        report = await self.pause()
         try:
             await self.take_weights(step, "pause")
-            taken = self._loop.time()
-            await self.after_sync(step)
+            sync_s = self._loop.time() - started
+            await self.evaluate_due(step)
         finally:
             await self.resume()
-        return taken - started, pause
+        return report, sync_s
 
     async def finish_step(self, report: StepReport) -> None:
-        """Check the books, then tell."""
+        """Check the books, tell, and then the checkpoint when due: a run that dies right after it
+        resumes behind a step that was told.
+        """
         self.dispatcher.check_books()
         if self.parts.on_step is not None:
             await self.parts.on_step(report)
+        every = self.config.checkpoint_every
+        if every and report.train_step % every == 0:
+            await self.parts.checkpoint(report.train_step)
 
 
 async def _run_async(run: _Run) -> None:
@@ -355,7 +359,7 @@ async def _run_async(run: _Run) -> None:
 async def _after_async(run: _Run, report: StepReport) -> None:
     """New weights into the engines when it is time, what is due with them, and the books."""
     if report.train_step % run.config.sync_interval == 0:
-        sync_s, pause = await run.sync_in_flight_or_paused(report.train_step)
+        pause, sync_s = await run.sync(report.train_step)
         report = dataclasses.replace(report, sync_s=sync_s, pause=pause)
     await run.finish_step(report)
 
@@ -376,18 +380,21 @@ async def _run_sync(run: _Run) -> None:
         started = loop.time()
         if devices is not None:
             await devices.to_engine()
-        # The checkpoint comes before anything may be drawn for the next step: what a resumed run
-        # draws is then exactly what this one does.
         await run.parts.sync_weights(step, "pause")
         sync_s = loop.time() - started
-        await run.after_sync(step)
+        await run.evaluate_due(step)
+        report = StepReport(step, metrics, batch.report, wait_s, train_s, sync_s, pause)
+        # The checkpoint comes before anything may be drawn for the next step: what a resumed run
+        # draws is then exactly what this one does. Otherwise production need not wait for the books.
+        early = run.due(step)
+        if early:
+            await run.finish_step(report)
         await run.dispatcher.set_steps(train_step=step + 1, model_step=step)
         last = step == run.config.steps or run.stopping
         if not last:
             await run.resume()
-        await run.finish_step(
-            StepReport(step, metrics, batch.report, wait_s, train_s, sync_s, pause)
-        )
+        if not early:
+            await run.finish_step(report)
         if last:
             return
 

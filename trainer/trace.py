@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shmstore.arrow import STREAM_HEADS
 from trainer import segment_codec
 from trainer.errors import RoutingGap, TraceError, TraceMismatch
 from trainer.rollout import NO_MODEL_STEP, Rollout, Segment, Trace
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from shmstore import Entry, ObjectRef, Store
 
 __all__ = ["Match", "TraceStore"]
+
+#: Stands before the stream of a record batch in the arena.
+_HEAD = STREAM_HEADS["batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,8 @@ class TraceStore:
         `timeout` seconds (None: does not wait). The segment is visible to all processes when this
         returns, and never in part.
         """
-        ref = self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
-        return self._sessions.attach(session_id, ref, parent)
+        parts = segment_codec.encode(segment)
+        return self._store.append_parts(session_id, _HEAD, parts, parent, timeout)
 
     def insert_shared(
         self,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trainer import Group, Prompt, Rollout, Segment, Status
 from trainer.errors import BadGroup, BadSegment
 from trainer.rollout import FinishReason, narrowest_unsigned
+from trainer.trace import TraceStore
 
 _ORDER = [Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED]
 
@@ -67,6 +68,7 @@ def test_a_group_without_rollouts_is_refused() -> None:
         ({"token_ids": [1.7, 2.0]}, "they are float64"),
         ({"token_ids": 5}, "it has 0 dimensions"),
         ({"text": 5}, "text is 5; a str is needed"),
+        ({"text": "half a pair: \ud800"}, "text cannot be stored as UTF-8"),
         ({"routed_experts": [[[1]]]}, "must be numpy arrays"),
         (
             {
@@ -83,6 +85,22 @@ def test_a_segment_whose_arrays_do_not_fit_is_refused_by_name(
     good = {"token_ids": [1, 2], "labels": [1, 2], "logprobs": [0, 0], "model_steps": [0, 0]}
     with pytest.raises(BadSegment, match=said):
         Segment(**{**good, **changes})  # type: ignore[arg-type]
+
+
+def test_arrays_with_gaps_are_stored_without_them(traces: TraceStore) -> None:
+    wide = np.arange(8, dtype=np.int32)
+    routed = np.arange(32, dtype=np.uint8).reshape(8, 2, 2)
+    segment = Segment(
+        wide[::2], wide[::2], wide[::2] / 2, wide[::2], "x", routed[::2], -1, routed[1:3, ::-1]
+    )
+    traces.open("s", "o")
+    stored = traces.segment("s", traces.insert("s", segment))
+    np.testing.assert_array_equal(stored.token_ids, [0, 2, 4, 6])
+    np.testing.assert_array_equal(stored.logprobs, [0, 1, 2, 3])
+    np.testing.assert_array_equal(stored.routed_experts, routed[::2])
+    np.testing.assert_array_equal(stored.routed_before, routed[1:3, ::-1])
+    del stored
+    traces.release(["s"], owner="o")
 
 
 @pytest.mark.parametrize(("n", "dtype"), [(1, "u1"), (256, "u1"), (257, "u2"), (65536, "u2")])

@@ -385,7 +385,7 @@ async def _run_sync(run: _Run) -> None:
         await run.evaluate_due(step)
         report = StepReport(step, metrics, batch.report, wait_s, train_s, sync_s, pause)
         # The checkpoint comes before anything may be drawn for the next step: what a resumed run
-        # draws is then exactly what this one does. Otherwise production need not wait for the books.
+        # draws is then exactly what this one does. Without one, production need not wait.
         early = run.due(step)
         if early:
             await run.finish_step(report)

@@ -224,7 +224,7 @@ class LearnerActor:
         """
         from trainer.advantage import batch_advantages
 
-        traces: list[Trace] = []
+        places: list[tuple[str, int]] = []
         advantages: list[float] = []
         rewards: list[float] = []
         rollout_ids: list[int] = []
@@ -234,12 +234,12 @@ class LearnerActor:
         for group, scores, shares in zip(groups, scored, shared, strict=True):
             for rollout, share, score in zip(group.rollouts, shares, scores, strict=True):
                 for leaf in rollout.leaves:
-                    trace = self._traces.export(rollout.session_id, node=leaf)
-                    traces.append(self._without_stale(trace, train_step))
+                    places.append((rollout.session_id, leaf))
                     advantages.append(float(share))
                     rewards.append(score)
                     rollout_ids.append(number)
                 number += 1
+        traces = [self._fresh(trace, train_step) for trace in self._traces.export_nodes(places)]
         return traces, advantages, rewards, rollout_ids
 
     def _shaped(self, rollout: Rollout) -> float:
@@ -251,7 +251,7 @@ class LearnerActor:
         buffer = self._config.learner.overlong_buffer
         return rollout.reward + overlong_penalty(rollout.n_response_tokens, longest, buffer)
 
-    def _without_stale(self, trace: Trace, train_step: int) -> Trace:
+    def _fresh(self, trace: Trace, train_step: int) -> Trace:
         limit = self._config.schedule.max_token_staleness
         labels = mask_stale_labels(trace.labels, trace.model_steps, train_step, limit)
         return trace if labels is trace.labels else dataclasses.replace(trace, labels=labels)

@@ -174,7 +174,7 @@ class _Run:
         self.dispatcher = parts.dispatcher
         self._loop = asyncio.get_running_loop()
         self._resumed_at = self._paused_at = self._loop.time()
-        self._paused = False
+        self._paused = self._told = False
         self._trained = config.first_step - 1
         self._beside: asyncio.Task[None] | None = None
 
@@ -272,23 +272,37 @@ class _Run:
             await devices.to_engine()
         await self.resume()
         batch, _ = await self.take(step)
-        await self.pause()
+        await self.rest()
         if devices is not None:
             await devices.to_learner()
         return batch
 
+    async def rest(self) -> PauseReport:
+        """No producer works when this returns. With nothing in production none need be told."""
+        self._told = not self.dispatcher.rest()
+        if self._told:
+            return await self.pause()
+        self._note_pause()
+        return PauseReport(0, 0, 0.0)
+
     async def pause(self) -> PauseReport:
         """Stop the producers, and book how long they had worked."""
-        self._paused = True
-        window = self.dispatcher.buffer.accounts.window
-        window.production_s += self._loop.time() - self._resumed_at
-        self._paused_at = self._loop.time()
+        self._told = True
+        self._note_pause()
         return await self.parts.producer.pause(self.config.pause_timeout_s)
+
+    def _note_pause(self) -> None:
+        self._paused = True
+        self._paused_at = self._loop.time()
+        window = self.dispatcher.buffer.accounts.window
+        window.production_s += self._paused_at - self._resumed_at
 
     async def resume(self) -> None:
         """Let the producers go on, and book how long they had stood still."""
         self._paused = False
-        await self.parts.producer.resume()
+        self.dispatcher.work()
+        if self._told:
+            await self.parts.producer.resume()
         self._resumed_at = self._loop.time()
         self.dispatcher.buffer.accounts.window.pause_s += self._resumed_at - self._paused_at
 
@@ -372,7 +386,7 @@ async def _run_sync(run: _Run) -> None:
         await run.unless_stopped(run.parts.evaluate(run.config.first_step - 1))
     for step in run.steps:
         batch, wait_s = await run.take(step)
-        pause = await run.pause()
+        pause = await run.rest()
         if devices is not None:
             await devices.to_learner()
         metrics, train_s, batch = await run.train(step, batch)

@@ -225,7 +225,7 @@ class TorchEngine:
                 f"{name} has {len(context)} tokens; the model's context holds {limit}, and one "
                 "must be left to generate"
             )
-        if context.min() < 0 or context.max() >= self._info.vocab_size:
+        if context.view(np.uint32).max() >= self._info.vocab_size:  # a negative one is a huge one
             raise EngineError(f"{name} has token ids outside 0 … {self._info.vocab_size - 1}")
         if not 0 <= request.n_routed_known <= len(context):
             raise EngineError(

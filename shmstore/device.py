@@ -183,13 +183,14 @@ class Copies:
         self._check(source, sink)
         if self._cuda is None:
             sink.copy_(source)
-        elif source.dtype != sink.dtype:
+            return
+        self._read.append(source)
+        if source.dtype == sink.dtype:
+            self._enqueue(source, sink, down=False)
+        else:
             same = self._torch.empty_like(source, device=sink.device)
             self._enqueue(source, same, down=False)
-            self._cuda.copy(sink, same)
-        else:
-            self._enqueue(source, sink, down=False)
-        self._read.append(source)
+            self._cuda.copy(sink.detach(), same)
 
     def download(self, source: Any, sink: Any) -> None:
         """From a dense tensor of the device into a CPU tensor over a draft, converted before it

@@ -242,8 +242,8 @@ class CheckpointConfig:
     final: bool = _opt(True, "Write a checkpoint and an export when the run ends.")
     recovery: Literal["arena", "checkpoint"] = _opt(
         "arena",
-        "A killed learner goes on from its state in the arena (kept after every step), or from the "
-        "last checkpoint.",
+        "A killed learner goes on from its state in the arena (kept after every step: three times "
+        "the weights, twice), or the whole run goes back to its last checkpoint.",
     )
 
 

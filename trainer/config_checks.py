@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actors.placement import detect_gpus
 from trainer.config import Config
 from trainer.config_load import Source
+from trainer.errors import ConfigError
 from trainer.model_checks import check_model, context_of, experts_of
+from trainer.model_config import EngineConfig, LearnerConfig
+from trainer.placement import cuda_number
 from trainer.task_checks import check_tasks
 
 __all__ = ["check"]
@@ -34,8 +36,8 @@ def check(config: Config, source: Source) -> None:
         _routing,
         _schedule,
         check_tasks,
-        _memory,
         _devices,
+        _memory,
     )
     wrong = {m.path.rpartition(".")[0] + "." for m in source.mistakes}
     broken = tuple(wrong & _task_sections(config))
@@ -173,6 +175,37 @@ def _schedule(config: Config) -> _Found:
         )
 
 
+def _devices(config: Config) -> _Found:
+    numbers: dict[str, int | None] = {}
+    shares: list[float | None] = []
+    sections: tuple[tuple[str, LearnerConfig | EngineConfig], ...] = (
+        ("learner", config.learner),
+        ("engine", config.engine),
+    )
+    for name, section in sections:
+        shares.append(section.memory_fraction)
+        try:
+            numbers[name] = cuda_number(section.device)
+        except ConfigError as error:
+            yield f"{name}.device", str(error).removeprefix("device ")
+            continue
+        number, there = numbers[name], detect_gpus()
+        if number is not None and number >= len(there):
+            yield f"{name}.device", f"is {section.device!r}, but this machine has {len(there)} GPUs"
+        elif number is None and section.memory_fraction is not None:
+            yield f"{name}.memory_fraction", "is a share of a GPU's memory, but the device is cpu"
+    learner, engine = numbers.get("learner"), numbers.get("engine")
+    if learner is None or engine is None or config.schedule.name == "colocated":
+        return
+    shared = engine <= learner < engine + config.engine.replicas
+    if shared and (None in shares or sum(share or 0.0 for share in shares) > 1.0):
+        yield (
+            "learner.memory_fraction",
+            f"learner and engine share cuda:{learner}: give both learner.memory_fraction and "
+            "engine.memory_fraction, together at most 1 (or take turns: schedule.name: colocated)",
+        )
+
+
 def _memory(config: Config) -> _Found:
     limit, capacity = config.replay.max_bytes, config.store.capacity
     if limit is not None and limit >= capacity:
@@ -192,17 +225,3 @@ def _memory(config: Config) -> _Found:
             "rollout.rollouts_per_prompt",
             "schedule.max_staleness",
         )
-
-
-def _devices(config: Config) -> _Found:
-    for path, name in (
-        ("learner.device", config.learner.device),
-        ("engine.device", config.engine.device),
-    ):
-        kind, colon, number = name.partition(":")
-        if name != "cpu" and (kind != "cuda" or (colon and not number.isdecimal())):
-            yield path, f"is {name!r}; give cpu, cuda or cuda:N"
-        elif kind == "cuda":
-            there = detect_gpus()
-            if int(number or 0) >= len(there):
-                yield path, f"is {name!r}, but this machine has {len(there)} GPUs"

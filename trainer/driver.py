@@ -96,10 +96,13 @@ class Driver:
             self._use, self._cpu_s = await self._parts.producer.use(), time.process_time()
             parts = self._schedule_parts(stop)
             await run_schedule(config.schedule.name, parts, self._when())
+        kept = True
         if config.checkpoint.final or stop.is_set():
-            await self._checkpoint(self.train_step)
+            kept = await self._checkpoint(self.train_step)
         if config.checkpoint.final and not stop.is_set():
-            await self._export()
+            kept = await self._export() and kept
+        if not kept:
+            self._summary.error = f"trained, but not kept: {self._summary.warnings[-1]}"
 
     def _schedule_parts(self, stop: asyncio.Event) -> ScheduleParts:
         return ScheduleParts(
@@ -134,7 +137,10 @@ class Driver:
         schedule's learner part.
         """
         if self._wants(self._config.metrics.trajectories_every, train_step):
-            await write_trajectories(self._folder, train_step, batch, self._parts.store)
+            try:
+                await write_trajectories(self._folder, train_step, batch, self._parts.store)
+            except OSError as error:
+                self._warn(f"the trajectories of step {train_step} could not be written: {error}")
         due = self._wants(self._config.schedule.sync_every, train_step)
         done = await self._parts.learner.train(batch.groups, train_step, publish=due)
         now = time.perf_counter()
@@ -220,26 +226,39 @@ class Driver:
         if reward is not None:
             self._summary.evals.append(reward)
 
-    async def _checkpoint(self, step: int) -> None:
+    async def _checkpoint(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is on disk now."""
         if self._saved_step == step:
-            return
+            return True
         totals = self._summary.totals()
         try:
             await write_checkpoint(
                 self._folder, step, self._parts.learner, self._dispatcher, totals
             )
         except CheckpointFailed as error:
-            self._display.note(f"{error}; the run goes on")
-            self._summary.warnings.append(str(error))
-            return
+            self._warn(str(error))
+            return False
         self._saved_step = step
         await asyncio.to_thread(self._folder.prune_checkpoints, self._config.checkpoint.keep)
+        return True
 
-    async def _export(self) -> None:
+    async def _export(self) -> bool:
+        """Whether the model as it is stands in a folder for from_pretrained."""
         if self._exported_step == self.train_step:
-            return
-        await self._parts.learner.export(str(self._folder.hf(self.train_step)))
+            return True
+        place = self._folder.hf(self.train_step)
+        try:
+            await self._parts.learner.export(str(place))
+        except OSError as error:
+            self._warn(f"the export to {place} could not be written: {error}")
+            return False
         self._exported_step = self.train_step
+        return True
+
+    def _warn(self, text: str) -> None:
+        """Told now and in the summary: what failed can be done again later."""
+        self._display.note(f"{text}; the run goes on")
+        self._summary.warnings.append(text)
 
     # -- numbers ---------------------------------------------------------------------------------
 

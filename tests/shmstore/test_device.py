@@ -1,17 +1,13 @@
-"""Copies between the arena and a device keep CUDA's rules; most of it is proved without one.
-
-`SlowDevice` takes the place of the few calls that need CUDA. It is as strict as CUDA, and slower: a
-copy happens when somebody waits for a mark behind it, and marks are reached when the test says so.
-Bytes that were given back too early are therefore wrong here, every time.
+"""Copies between the arena and a device keep CUDA's rules; most of it is proved without one, on the
+double of `slow_device.py`.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,88 +17,16 @@ import torch
 
 from shmstore import BadValue, DeviceError, Store, StoreFull, device
 from shmstore.testing import temporary_store, unique_name
+from tests.shmstore.slow_device import WAIT_S, SlowDevice, settle, slow_device
 
 CPU = torch.device("cpu")
 PIECE = device.PIECE_BYTES
-WAIT_S = 30.0
-
-
-class SlowDevice:
-    """Registers memory and copies as CUDA would, on the CPU."""
-
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}  # address -> bytes
-        self.asked: list[int] = []
-        self.refuses: Callable[[int], bool] = lambda number: False
-        self.goes_on = threading.Event()
-        self.goes_on.set()
-        self._queue: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def register(self, address: int, n_bytes: int) -> bool:
-        self.asked.append(address)
-        assert n_bytes > 0, "CUDA refuses nothing of nothing"
-        assert all(
-            address + n_bytes <= at or at + size <= address for at, size in self.registered.items()
-        ), "registered twice"
-        assert _is_writable(address, n_bytes), "CUDA locks only what the process may write"
-        if self.refuses(len(self.asked)):
-            return False
-        self.registered[address] = n_bytes
-        return True
-
-    def unregister(self, address: int) -> None:
-        del self.registered[address]
-        assert self._done == len(self._queue), "given back while a copy was under way"
-
-    def copy(self, sink: torch.Tensor, source: torch.Tensor) -> None:
-        for tensor in (sink, source):
-            first = tensor.data_ptr()
-            ends = (first, first + max(tensor.nbytes, 1) - 1)
-            assert self._registration_of(ends[0]) == self._registration_of(ends[1]), (
-                "CUDA refuses a copy of bytes of which some are registered, or in two pieces"
-            )
-        self._queue.append((sink, source))
-
-    def _registration_of(self, address: int) -> int | None:
-        for at, size in self.registered.items():
-            if at <= address < at + size:
-                return at
-        return None
-
-    def mark(self) -> Any:
-        return SimpleNamespace(synchronize=partial(self._reach, len(self._queue)))
-
-    def _reach(self, upto: int) -> None:
-        assert self.goes_on.wait(WAIT_S)
-        with self._lock:
-            for sink, source in self._queue[self._done : upto]:
-                sink.copy_(source)
-            self._done = max(self._done, upto)
-
-
-def _is_writable(address: int, n_bytes: int) -> bool:
-    with open("/proc/self/maps", encoding="ascii") as maps:
-        for line in maps:
-            place, mode = line.split()[:2]
-            first, last = (int(end, 16) for end in place.split("-"))
-            if first <= address and address + n_bytes <= last:
-                return mode.startswith("rw")
-    return False
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDevice]:
-    """A device in place of CUDA; every registration of the test must have been given back."""
-    double = SlowDevice()
-    monkeypatch.setattr(device, "_cuda", lambda torch, target: double)
-    monkeypatch.setattr(device, "_refusal_said", True)
-    yield double
-    double.goes_on.set()
-    gc.collect()
-    assert device._arenas == {}
-    assert double.registered == {}
+    with slow_device(monkeypatch) as double:
+        yield double
 
 
 def _fetch(store: Store, ref: Any) -> torch.Tensor:
@@ -110,12 +34,6 @@ def _fetch(store: Store, ref: Any) -> torch.Tensor:
     whole = memoryview(store.pin(ref))
     result: torch.Tensor = device._fetch(torch, store, device._host_tensor(torch, whole), CPU)
     return result
-
-
-def _settle() -> None:
-    """Until everything that has ended was let go of."""
-    if device._janitor is not None:
-        device._janitor.submit(lambda: None).result(WAIT_S)
 
 
 def test_the_bytes_arrive_whatever_the_type_order_and_size(slow: SlowDevice) -> None:
@@ -131,7 +49,7 @@ def test_the_bytes_arrive_whatever_the_type_order_and_size(slow: SlowDevice) -> 
     with temporary_store("64MiB") as store:
         for value in values:
             copied = _fetch(store, store.put(value))
-            _settle()
+            settle()
             wanted = value if isinstance(value, torch.Tensor) else torch.from_numpy(value)
             assert copied.dtype == wanted.dtype
             assert torch.equal(copied, wanted)
@@ -149,7 +67,7 @@ def test_what_a_copy_reads_stays_pinned_until_it_has_ended_and_no_longer(slow: S
         with pytest.raises(StoreFull):  # its bytes would be overwritten under the copy
             store.put(torch.zeros(10 << 20, dtype=torch.int32))
         slow.goes_on.set()
-        _settle()
+        settle()
         assert store.stats().pinned == 0
         assert torch.equal(copied, value)
         del ref
@@ -175,7 +93,7 @@ def test_a_copy_is_cut_where_a_registration_ends_and_each_piece_is_asked_for_onc
 
 
 def _ended(copied: torch.Tensor) -> torch.Tensor:
-    _settle()
+    settle()
     return copied
 
 
@@ -218,7 +136,7 @@ def test_types_are_converted_on_the_device_side(slow: SlowDevice) -> None:
         slow.goes_on.set()
         with device.Copies(store, CPU) as copies:
             copies.upload(store.get(draft.ref), narrow)
-        _settle()
+        settle()
         assert torch.equal(narrow, store.get(draft.ref))
 
 
@@ -236,7 +154,7 @@ def test_shapes_and_orders_that_differ_are_refused_and_the_next_copy_works(
         back = torch.empty(2, 3, dtype=torch.int64)
         with device.Copies(store, CPU) as copies:
             copies.upload(host, back)
-        _settle()
+        settle()
         assert torch.equal(back, host)
 
 
@@ -254,7 +172,7 @@ def test_close_waits_for_copies_under_way_and_gives_the_pieces_back(slow: SlowDe
         slow.goes_on.set()
         closing.join(WAIT_S)
         assert not slow.registered
-        _settle()
+        settle()
         assert torch.equal(copied, value)
         del ref
 
@@ -299,7 +217,7 @@ def test_at_most_so_many_copies_are_under_way(
         assert last.is_alive()
         slow.goes_on.set()
         last.join(WAIT_S)
-        _settle()
+        settle()
         assert [int(one[0]) for one in copied] == [0, 1, 2, 3]
 
 
@@ -316,7 +234,7 @@ def test_an_error_of_the_device_is_a_device_error_and_lets_others_copy(
         worker.start()
         worker.join(WAIT_S)
         assert not worker.is_alive()
-        _settle()
+        settle()
         assert store.stats().pinned == 0
 
 

@@ -91,6 +91,10 @@ class Run:
         """Until metrics.jsonl has this train step."""
         self._wait(lambda: any(r["train_step"] >= step for r in self.steps()), f"step {step}")
 
+    def wait_for_file(self, path: str) -> None:
+        """Until the run folder has this file or folder."""
+        self._wait((self.folder / path).exists, path)
+
     def wait_for_process(self, name: str, not_pid: int = 0) -> psutil.Process:
         """The process of this name; another one than `not_pid`."""
         found: list[psutil.Process] = []

@@ -39,7 +39,6 @@ def check(config: Config, source: Source) -> None:
         check_tasks,
         _devices,
         _memory,
-        _devices,
     )
     wrong = {m.path.rpartition(".")[0] + "." for m in source.mistakes}
     broken = tuple(wrong & _task_sections(config))

@@ -53,6 +53,8 @@ from trainer.wiring import PRODUCER_OWNER, Parts, open_parts
 
 __all__ = ["fit", "open_arena", "run_blocking"]
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a scheduler's request, a terminal that was closed."""
 _BATCHES_AHEAD_MAX = 8
 """Batches that may be ready or in production, however fresh; bounds buffer and prompts under
 way.
@@ -85,15 +87,15 @@ async def _with_signals(
         if stop.is_set():
             task.cancel()
             return
-        display.note(f"{name}: finishing the step, then a checkpoint; once more ends it at once")
+        display.note(f"{name}: ends after the step under way, if any; once more ends it at once")
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOPPING:
         loop.add_signal_handler(number, interrupt, number.name)
     try:
         return await fit(folder, resume=resume, display=display, stop=stop, gpus=gpus)
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _STOPPING:
             loop.remove_signal_handler(number)
 
 

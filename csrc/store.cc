@@ -115,13 +115,16 @@ Status check_range(const char* what, std::uint64_t value, std::uint64_t low, std
 Status check_options(const Options& o) {
   if (Status s = check_range("capacity", o.capacity, kCapacityMin, kCapacityMax); s != Status::ok)
     return s;
-  if (Status s = check_range("max_objects", o.max_objects, 16, kObjectsMax); s != Status::ok)
+  if (Status s = check_range("max_objects", o.max_objects, kRowsMin, kObjectsMax); s != Status::ok)
     return s;
-  if (Status s = check_range("max_sessions", o.max_sessions, 16, kSessionsMax); s != Status::ok)
+  if (Status s = check_range("max_sessions", o.max_sessions, kRowsMin, kSessionsMax);
+      s != Status::ok)
     return s;
-  if (Status s = check_range("max_owners", o.max_owners, 16, kOwnersMax); s != Status::ok) return s;
+  if (Status s = check_range("max_owners", o.max_owners, kRowsMin, kOwnersMax); s != Status::ok)
+    return s;
   if (o.max_attachments == 0) return Status::ok;
-  return check_range("max_attachments", o.max_attachments, 16, 2 * (kObjectsMax + kSessionsMax));
+  return check_range("max_attachments", o.max_attachments, kRowsMin,
+                     2 * (kObjectsMax + kSessionsMax));
 }
 
 }  // namespace

@@ -22,6 +22,12 @@ std::string owner_name(const Arena& arena, std::uint64_t session_state) {
   return std::string(arena.owner(owner_in(session_state)).name.view());
 }
 
+Status check_ids(std::span<const std::string_view> ids) {
+  for (std::string_view id : ids)
+    if (!valid_utf8_name(id)) return bad_name_detail("a session id", id);
+  return Status::ok;
+}
+
 // Sorts `ids` into slots that `owner` (kNil: anybody) holds, and refusals; each session once.
 void select_sessions(const Arena& arena, std::span<const std::string_view> ids, std::uint32_t owner,
                      bool anybody, std::vector<std::uint32_t>& slots,
@@ -30,10 +36,6 @@ void select_sessions(const Arena& arena, std::span<const std::string_view> ids, 
   slots.reserve(ids.size());
   selected.reserve(ids.size());
   for (std::string_view id : ids) {
-    if (!valid_utf8_name(id)) {
-      refused.push_back({std::string(id), Status::bad_id, {}});
-      continue;
-    }
     std::uint32_t const slot = find_session(arena, id);
     if (slot == kNil) {
       refused.push_back({std::string(id), Status::session_released, {}});
@@ -53,7 +55,6 @@ void select_sessions(const Arena& arena, std::span<const std::string_view> ids, 
 std::string describe(const Refusal& refusal) {
   return "\"" + refusal.id + "\" " +
          (refusal.why == Status::not_owner ? "is owned by \"" + refusal.holder + "\""
-          : refusal.why == Status::bad_id  ? "is not a session id"
                                            : "is not a live session");
 }
 
@@ -160,6 +161,7 @@ Status Store::transfer(std::span<const std::string_view> ids, std::string_view s
   return call([&](ProcessArena& process, Arena& arena) {
     if (Status s = check_owner(source); s != Status::ok) return s;
     if (Status s = check_owner(destination); s != Status::ok) return s;
+    if (Status s = check_ids(ids); s != Status::ok) return s;
     sweep_now(process);
     std::vector<std::uint32_t> slots;
     Txn const txn(arena);
@@ -190,6 +192,7 @@ Status Store::release(std::span<const std::string_view> ids, std::string_view ow
   return call([&](ProcessArena& process, Arena& arena) {
     bool const anybody = owner == "*";
     if (!anybody && !valid_utf8_name(owner)) return bad_name_detail("an owner", owner);
+    if (Status s = check_ids(ids); s != Status::ok) return s;
     sweep_now(process);
     std::vector<std::uint32_t> slots;
     Txn const txn(arena);

@@ -89,16 +89,17 @@ inline constexpr std::size_t kNameBytesMax = 63;  // session ids and owners
 inline constexpr std::size_t kArenaNameMax = 64;  // arena names
 inline constexpr std::uint64_t kCapacityMin = 1ull << 20;
 inline constexpr std::uint64_t kCapacityMax = 1ull << 43;
+inline constexpr std::uint64_t kRowsMin = 16;  // of any table
 inline constexpr std::uint64_t kObjectsMax = 1ull << 26;
 inline constexpr std::uint64_t kSessionsMax = 1ull << 22;
 inline constexpr std::uint32_t kOwnersMax = 4096;
 
 struct Options {
   std::uint64_t capacity = 1ull << 30;          // bytes of payload; kCapacityMin..kCapacityMax
-  std::uint64_t max_objects = 1u << 20;         // 16..kObjectsMax
-  std::uint64_t max_sessions = 1u << 16;        // 16..kSessionsMax
+  std::uint64_t max_objects = 1u << 20;         // kRowsMin..kObjectsMax
+  std::uint64_t max_sessions = 1u << 16;        // kRowsMin..kSessionsMax
   std::uint64_t max_attachments = 0;            // 0: as many as max_objects plus max_sessions
-  std::uint32_t max_owners = kOwnersMax;        // 16..kOwnersMax
+  std::uint32_t max_owners = kOwnersMax;        // kRowsMin..kOwnersMax
   std::string directory = "/dev/shm";           // a tmpfs; tests use another
   std::int64_t lock_limit_ns = 30'000'000'000;  // for a live holder of any lock; then Status::stuck
   std::int64_t spin_ns = 20'000;  // how long a wait for a seal spins before it sleeps (0: sleep)
@@ -119,7 +120,7 @@ struct Entry {
 
 struct Refusal {
   std::string id;      // as asked
-  Status why;          // session_released, not_owner, bad_id
+  Status why;          // session_released, not_owner
   std::string holder;  // who owns it now (not_owner only)
 };
 

@@ -225,7 +225,7 @@ RULE(a_thread_that_waits_for_a_stopped_peer_blocks_no_other_arena_of_its_process
     std::atomic<bool> joined{false};
     std::thread waits([&] {
       auto store = attach(f.name);
-      joined.store(true);
+      joined.store(true, std::memory_order_relaxed);
     });
     Options other = small();
     std::string const name = unique_name("other");
@@ -235,7 +235,7 @@ RULE(a_thread_that_waits_for_a_stopped_peer_blocks_no_other_arena_of_its_process
     OK(Store::list(all));
     OK(Store::unlink(name));
     EXPECT(exited_well(wait_for(start([] {}))));  // fork does not wait either
-    EXPECT(!joined.load());
+    EXPECT(!joined.load(std::memory_order_relaxed));
     ::kill(peer, SIGCONT);
     waits.join();
   });

@@ -25,10 +25,13 @@ class Placement:
 
 
 def detect_gpus() -> tuple[str, ...]:
-    """Device numbers of the NVIDIA devices of this machine, from /proc: no driver call."""
+    """Device numbers of the NVIDIA devices of this machine, from files: no driver call.
+
+    The driver lists them in /proc; some sandboxes have only the device files.
+    """
     folder = Path("/proc/driver/nvidia/gpus")
-    n = len(list(folder.iterdir())) if folder.is_dir() else 0
-    return tuple(str(i) for i in range(n))
+    listed = folder.iterdir() if folder.is_dir() else Path("/dev").glob("nvidia[0-9]*")
+    return tuple(str(i) for i in range(len(list(listed))))
 
 
 class Book:

@@ -21,10 +21,14 @@ from typing import Any
 from .errors import RuntimeClosed, UsageError
 from .template import REQUEST_BYTES_MAX, kill_group
 
-__all__ = ["Spawner", "import_hints"]
+__all__ = ["Spawner", "TemplateDied", "import_hints"]
 
 _MESSAGE_BYTES = 4096
 _EXIT_WAIT_S = 5.0
+
+
+class TemplateDied(RuntimeClosed):
+    """The template died before it had said that it forked: nothing was started, or lives on."""
 
 
 class Spawner:
@@ -98,7 +102,7 @@ class Spawner:
             except OSError as error:
                 if error.errno in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN):
                     self._on_gone()
-                raise RuntimeClosed(
+                raise TemplateDied(
                     f"the template process is gone ({error.strerror}); spawn again"
                 ) from error
 
@@ -137,7 +141,7 @@ class Spawner:
             self._process = None
         for forked in self._forking.values():
             if not forked.done():
-                forked.set_exception(RuntimeClosed("the template process died; spawn again"))
+                forked.set_exception(TemplateDied("the template process died; spawn again"))
         for pid in list(self._pids):
             self._pids.discard(pid)
             self._loop.call_soon(self._on_exit, pid, None)

@@ -40,6 +40,7 @@ from .peers import Notice, State
 from .placement import Book, Placement
 from .records import Event, Record, RunConfig, Spec, reason_of
 from .rundir import RunDir, check_name
+from .spawn import TemplateDied
 
 if TYPE_CHECKING:
     from .node import Node
@@ -53,6 +54,8 @@ log = logging.getLogger("actors")
 ACTORS_MAX = 4096
 # Dead ones that are remembered, so that a late caller hears why.
 DEAD_REMEMBERED_MAX = 1024
+# Templates that may die one after the other while one actor is forked.
+TEMPLATES_MAX = 5
 STOP_TIMEOUT_S = 5.0
 # Between the agent's word that it is done and the end of its process.
 EXIT_WAIT_S = 1.0
@@ -184,7 +187,19 @@ class Supervisor:
         return record.notice()
 
     async def _launch(self, record: Record) -> None:
-        """One incarnation: fork, construct, announce. Raises SpawnFailed."""
+        """One incarnation, begun again when the template dies under it. Raises SpawnFailed."""
+        for _ in range(TEMPLATES_MAX - 1):
+            try:
+                return await self._launch_once(record)
+            except TemplateDied as death:
+                if self.closing or not record.alive:
+                    raise
+                log.warning("actor %s is forked by another template: %s", record.spec.name, death)
+                record.incarnation -= 1  # of this one nothing lives
+        return await self._launch_once(record)
+
+    async def _launch_once(self, record: Record) -> None:
+        """Fork, construct, announce."""
         spec, node = record.spec, self._node
         record.incarnation += 1
         record.doom = record.reason = record.stderr_tail = ""

@@ -25,7 +25,8 @@ BENCHMARKS = {
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m bench` and of `shmrl bench`."""
-    top = argparse.ArgumentParser(prog="bench", description="Measure shmrl beside its floors.")
+    about = "Measure shmrl beside its floors."
+    top = argparse.ArgumentParser(prog="shmrl bench", description=about)
     top.add_argument("name", choices=sorted(BENCHMARKS), help="what to measure")
     top.add_argument(
         "--json",

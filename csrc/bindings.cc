@@ -224,7 +224,8 @@ void register_hooks(nb::handle encode, nb::handle decode, nb::handle to_device,
 nb::tuple payload_mapping(StoreCore& core) {
   const StoreCore::Use store(core);
   const auto bytes = store->payload_mapping();
-  return nb::make_tuple(reinterpret_cast<std::uintptr_t>(bytes.data()), bytes.size(),
+  return nb::make_tuple(reinterpret_cast<std::uintptr_t>(bytes.data()),
+                        reinterpret_cast<std::uintptr_t>(store->payload_writable()), bytes.size(),
                         store->payload_committed());
 }
 

@@ -63,7 +63,7 @@ class WithoutGil {
 
 // What the Python face lends the core; shmstore/store.py sets it once, with register_hooks.
 struct Hooks {
-  PyObject* encode = nullptr;      // (value, allow_pickle) -> Encoded(header, payload_bytes, write)
+  PyObject* encode = nullptr;      // (store, value, allow_pickle) -> Encoded(header, size, write)
   PyObject* decode = nullptr;      // (memoryview, allow_pickle) -> value
   PyObject* to_device = nullptr;   // (store, memoryview, device) -> torch tensor
   PyObject* store_full = nullptr;  // (class name, facts dict) -> exception

@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "bindings_store.h"
@@ -78,6 +79,13 @@ Draft reserve(const Target& target, std::uint64_t size) {
   return draft;
 }
 
+// Without a hold: what a session holds needs none. -> the position in the session.
+std::uint32_t seal_in_session(const Target& target, Draft& draft) {
+  std::uint32_t position = 0;
+  require(StoreCore::Use(target.core)->seal(draft, nullptr, target.parent, nullptr, &position));
+  return position;
+}
+
 nb::object seal(const Target& target, Draft& draft, std::size_t payload_bytes) {
   const Ref ref = draft.ref();
   Hold hold;
@@ -123,8 +131,9 @@ ValueHeader plain_array_header(PyArrayObject* array) {
 }
 
 nb::object put_encoded(const Target& target, nb::handle value) {
-  nb::object encoded = nb::steal(checked(PyObject_CallFunction(
-      g_hooks.encode, "OO", value.ptr(), target.core.allow_pickle ? Py_True : Py_False)));
+  nb::object encoded = nb::steal(
+      checked(PyObject_CallFunction(g_hooks.encode, "OOO", nb::find(target.core).ptr(), value.ptr(),
+                                    target.core.allow_pickle ? Py_True : Py_False)));
   nb::object head = encoded[0];
   const auto head_bytes = static_cast<std::size_t>(PyBytes_GET_SIZE(head.ptr()));
   const auto payload_bytes = nb::cast<std::uint64_t>(nb::object(encoded[1]));
@@ -155,53 +164,116 @@ nb::object put(StoreCore& core, nb::handle value, nb::handle session, nb::handle
   return put_encoded(target, value);
 }
 
-// One contiguous buffer of a caller, released when it goes.
+// The bytes of one buffer of a caller, kept in place while this lives. Plain arrays, bytes and text
+// (as UTF-8) are read where they lie: numpy takes 0.1 µs to answer a request for a buffer.
 class SourceBuffer {
  public:
   explicit SourceBuffer(nb::handle source) {
-    if (PyObject_GetBuffer(source.ptr(), &view_, PyBUF_SIMPLE) < 0) {
-      PyErr_Clear();
-      raise("NotStorable",
-            std::string("expected contiguous bytes, not ") + Py_TYPE(source.ptr())->tp_name);
+    PyObject* object = source.ptr();
+    if (PyBytes_CheckExact(object)) {
+      keep(object, PyBytes_AS_STRING(object), PyBytes_GET_SIZE(object));
+    } else if (is_plain_contiguous(object)) {
+      auto* array = reinterpret_cast<PyArrayObject*>(object);
+      keep(object, PyArray_DATA(array), PyArray_NBYTES(array));
+    } else if (PyUnicode_CheckExact(object)) {
+      Py_ssize_t size = 0;
+      const char* text = PyUnicode_AsUTF8AndSize(object, &size);
+      if (text == nullptr) nb::raise_python_error();
+      keep(object, text, size);
+    } else {
+      view_ = std::make_unique<Py_buffer>();
+      if (PyObject_GetBuffer(object, view_.get(), PyBUF_SIMPLE) < 0) {
+        PyErr_Clear();
+        raise("NotStorable",
+              std::string("expected contiguous bytes, not ") + Py_TYPE(object)->tp_name);
+      }
+      data_ = view_->buf;
+      size_ = static_cast<std::size_t>(view_->len);
     }
   }
-  SourceBuffer(SourceBuffer&& other) noexcept : view_(other.view_) { other.view_.obj = nullptr; }
+  SourceBuffer(SourceBuffer&& other) noexcept
+      : data_(other.data_),
+        size_(other.size_),
+        kept_(std::exchange(other.kept_, nullptr)),
+        view_(std::move(other.view_)) {}
   SourceBuffer(const SourceBuffer&) = delete;
   SourceBuffer& operator=(const SourceBuffer&) = delete;
   SourceBuffer& operator=(SourceBuffer&&) = delete;
-  ~SourceBuffer() { PyBuffer_Release(&view_); }
-  const void* data() const { return view_.buf; }
-  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+  ~SourceBuffer() {
+    if (view_) PyBuffer_Release(view_.get());
+    Py_XDECREF(kept_);
+  }
+  const void* data() const { return data_; }
+  std::size_t size() const { return size_; }
 
  private:
-  Py_buffer view_{};
+  static bool is_plain_contiguous(PyObject* object) {
+    if (Py_TYPE(object) != &PyArray_Type) return false;
+    auto* array = reinterpret_cast<PyArrayObject*>(object);
+    const int type = PyArray_TYPE(array);
+    return type >= 0 && type < NPY_NTYPES_LEGACY &&
+           kCodeOfType[static_cast<std::size_t>(type)] != 0 && PyArray_IS_C_CONTIGUOUS(array);
+  }
+  void keep(PyObject* object, const void* data, Py_ssize_t size) {
+    kept_ = Py_NewRef(object);
+    data_ = data;
+    size_ = static_cast<std::size_t>(size);
+  }
+
+  const void* data_ = nullptr;
+  std::size_t size_ = 0;
+  PyObject* kept_ = nullptr;         // owned
+  std::unique_ptr<Py_buffer> view_;  // of what had to be requested; released before it goes
 };
 
-nb::object put_parts(StoreCore& core, nb::handle head, nb::handle parts, nb::handle session,
-                     nb::handle timeout, nb::handle parent) {
-  const Target target = parse_target(core, session, timeout, parent);
-  if (!PySequence_Check(parts.ptr()))
+// A draft with a header and buffers behind each other. The caller's header leaves the length open.
+Draft gather(const Target& target, nb::handle head, nb::handle parts, std::size_t& payload_bytes) {
+  const nb::object items = nb::steal(PySequence_Fast(parts.ptr(), ""));
+  if (!items.is_valid()) {
+    PyErr_Clear();
     raise("BadValue", std::string("the parts must be a sequence of buffers, not ") +
                           Py_TYPE(parts.ptr())->tp_name);
+  }
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
   std::vector<SourceBuffer> sources;
-  for (nb::handle part : parts) sources.emplace_back(part);
+  sources.reserve(static_cast<std::size_t>(count));
+  payload_bytes = 0;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    sources.emplace_back(PySequence_Fast_GET_ITEM(items.ptr(), i));
+    payload_bytes += sources.back().size();
+  }
   const SourceBuffer header(head);
   ValueHeader first;
   if (!read_header(static_cast<const std::byte*>(header.data()), header.size(), first))
     raise("BadValue", "the head is no value header; see shmstore.headers");
-  std::size_t payload_bytes = 0;
-  for (const SourceBuffer& source : sources) payload_bytes += source.size();
   Draft draft = reserve(target, header.size() + payload_bytes);
   std::byte* at = draft.data();
   std::memcpy(at, header.data(), header.size());
-  const std::uint64_t stated_bytes = payload_bytes;  // the caller's header leaves the length open
+  const std::uint64_t stated_bytes = payload_bytes;
   std::memcpy(at + offsetof(ValueHeader, payload_bytes), &stated_bytes, sizeof(stated_bytes));
   at += header.size();
   for (const SourceBuffer& source : sources) {
     if (source.size() > 0) copy_payload(at, source.data(), source.size());
     at += source.size();
   }
+  return draft;
+}
+
+nb::object put_parts(StoreCore& core, nb::handle head, nb::handle parts, nb::handle session,
+                     nb::handle timeout, nb::handle parent) {
+  const Target target = parse_target(core, session, timeout, parent);
+  std::size_t payload_bytes = 0;
+  Draft draft = gather(target, head, parts, payload_bytes);
   return seal(target, draft, payload_bytes);
+}
+
+std::uint32_t append_parts(StoreCore& core, nb::handle session, nb::handle head, nb::handle parts,
+                           nb::handle parent, nb::handle timeout) {
+  if (session.is_none()) raise("BadName", "a session id is a str, not None");
+  const Target target = parse_target(core, session, timeout, parent);
+  std::size_t payload_bytes = 0;
+  Draft draft = gather(target, head, parts, payload_bytes);
+  return seal_in_session(target, draft);
 }
 
 nb::object reserve_draft(nb::handle self, nb::handle bytes, nb::handle session, nb::handle timeout,
@@ -402,6 +474,10 @@ void bind_objects(nb::class_<StoreCore>& type) {
       .def("put_parts", &put_parts, arg("head").none(), arg("parts").none(), none("session"),
            none("timeout"), none("parent"),
            "Gather a header and buffers into one object; see put_stream.")
+      .def("append_parts", &append_parts, arg("session").none(), arg("head").none(),
+           arg("parts").none(), none("parent"), none("timeout"),
+           "Gather into one object at the end of a session; -> its position there, instead of a "
+           "ref.")
       .def("reserve", &reserve_draft, arg("size").none(), none("session"), none("timeout"),
            none("parent"), "An object of `size` bytes under construction; see build.");
 }

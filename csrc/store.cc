@@ -195,6 +195,7 @@ std::uint32_t Store::client_slot() const noexcept { return arena_->arena.slot();
 std::span<const std::byte> Store::payload_mapping() const noexcept {
   return {arena_->arena.payload_read_only(), arena_->arena.payload_bytes()};
 }
+std::byte* Store::payload_writable() const noexcept { return arena_->arena.payload(); }
 std::uint64_t Store::payload_committed() const noexcept {
   return arena_->arena.mapped() ? arena_->arena.granules_ready() * kGranule : 0;
 }

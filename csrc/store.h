@@ -194,8 +194,10 @@ class Store {
   // unless somebody else holds it) and the draft is empty. On failure the draft is unchanged
   // (session_released, bad_position, attachments_full), except Status::freed: somebody freed it
   // meanwhile, and the draft is empty. `keep` takes over the draft's pin, without a moment in which
-  // the bytes are not pinned: for builders whose own views of the memory live on.
-  Status seal(Draft& draft, Hold* hold, std::int32_t parent = -1, Pin* keep = nullptr);
+  // the bytes are not pinned: for builders whose own views of the memory live on. `position`: where
+  // in the session it stands.
+  Status seal(Draft& draft, Hold* hold, std::int32_t parent = -1, Pin* keep = nullptr,
+              std::uint32_t* position = nullptr);
   Status discard(Draft& draft);
 
   Status hold(const Ref& ref, Hold& out);                  // freed when it has ended
@@ -245,8 +247,9 @@ class Store {
 
   // -- memory ------------------------------------------------------------------
 
-  // For cudaHostRegister: the read-only payload mapping and how much of it is backed so far.
-  std::span<const std::byte> payload_mapping() const noexcept;
+  // For cudaHostRegister: both mappings of the payload, and how much of it is backed so far.
+  std::span<const std::byte> payload_mapping() const noexcept;  // read-only: where views lie
+  std::byte* payload_writable() const noexcept;                 // the same bytes, where drafts lie
   std::uint64_t payload_committed() const noexcept;
 
   // Tests only: lets go of the kernel lock without any clean-up, so that to every other process

@@ -17,7 +17,8 @@ constexpr std::size_t kSmallBatch = 64;
 
 }  // namespace
 
-Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent, Pin* keep) {
+Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent, Pin* keep,
+                   std::uint32_t* position) {
   return call([&](ProcessArena& process, Arena& arena) {
     if (draft.arena_ != &process)
       return fail(Status::bad_draft, "not an unsealed draft of this store");
@@ -39,15 +40,16 @@ Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent, Pin* keep) {
                     "the session was released while the object was being built");
       std::uint64_t const state = e.state.load(std::memory_order_relaxed);
       sealed = generation_of(state) == draft.ref_.generation && state_of(state) == os::kBuilding;
-      std::uint32_t position = 0;
+      std::uint32_t place = 0;
       if (sealed) {
-        Status const status = append_attachment(
-            arena, txn, draft.session_, index, draft.ref_.generation,
-            parent < 0 ? kNil : static_cast<std::uint32_t>(parent), true, position);
+        Status const status =
+            append_attachment(arena, txn, draft.session_, index, draft.ref_.generation,
+                              parent < 0 ? kNil : static_cast<std::uint32_t>(parent), true, place);
         if (status == Status::bad_position)
           return fail(status, "parent " + std::to_string(parent) + " is not below position " +
                                   std::to_string(s.count.get()));
         if (status != Status::ok) return fail(status, "all attachment entries are in use");
+        if (position != nullptr) *position = place;
       }
     }
     ProcessArena* const owner = std::exchange(draft.arena_, nullptr);

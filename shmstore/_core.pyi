@@ -130,6 +130,18 @@ class StoreCore:
         timeout: float | None = None,
         parent: int | None = None,
     ) -> ObjectRef: ...
+    def append_parts(
+        self,
+        session: str,
+        head: bytes,
+        parts: Iterable[Any],
+        parent: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Gather a header and buffers into one object at the end of a session, in one atomic step.
+
+        -> its position there, as from `session_attach`. `head`: see `arrow.STREAM_HEADS`.
+        """
     def reserve(
         self,
         size: int,
@@ -163,7 +175,9 @@ class StoreCore:
         """Audit the whole arena; [] when sound."""
     def raw_stats(self) -> dict[str, Any]: ...
     def raw_sweep(self) -> tuple[int, int, int, int, int]: ...
-    def payload_mapping(self) -> tuple[int, int, int]: ...
+    def payload_mapping(self) -> tuple[int, int, int, int]:
+        """Addresses of the read-only and of the writable mapping of the payload, their size, and
+        how many bytes from the start are backed so far."""
     def session_open(self, session: str, owner: str) -> None: ...
     def session_attach(self, session: str, ref: ObjectRef, parent: int) -> int: ...
     def session_objects(self, session: str) -> list[Entry]: ...
@@ -191,7 +205,7 @@ def swap_ref_collector(collector: list[ObjectRef] | None) -> list[ObjectRef] | N
 def swap_ref_adopter(store: StoreCore | None) -> StoreCore | None: ...
 def set_leak_warnings(on: bool) -> None: ...
 def register_hooks(
-    encode: Callable[[object, bool], Any],
+    encode: Callable[[Any, object, bool], Any],
     decode: Callable[[memoryview, bool], Any],
     to_device: Callable[[Any, memoryview, Any], Any],
     store_full: Callable[[str, dict[str, Any]], StoreFull],

@@ -144,6 +144,7 @@ class _ArrayPlan:
 
 
 def _checked_shape(shape: int | tuple[int, ...]) -> tuple[int, ...]:
+    dims: tuple[Any, ...]
     try:
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
     except TypeError:

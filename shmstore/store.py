@@ -170,9 +170,9 @@ class Store(_core.StoreCore):
         *,
         parent: int | None = None,
     ) -> ObjectRef:
-        """Put an Arrow value whose IPC stream the caller has in parts (buffers, in order), without
-        pyarrow's writer. `sort`: "batch", "table", "array" or "chunked" (the last two: one
-        column)."""
+        """Put an Arrow value whose IPC stream the caller has in parts (buffers, and texts, in
+        order), without pyarrow's writer. `sort`: "batch", "table", "array" or "chunked" (the last
+        two: one column)."""
         try:
             head = arrow.STREAM_HEADS[sort]
         except (KeyError, TypeError):
@@ -242,7 +242,9 @@ def _opening(directory: str, spin_s: float, lock_limit_s: float) -> tuple[str, f
     )
 
 
-def _encode(value: object, allow_pickle: bool) -> Any:
+def _encode(store: Store, value: object, allow_pickle: bool) -> Any:
+    if device.holds(value):
+        return device.encode(store, value)
     return codec.encode(value, allow_pickle=allow_pickle)
 
 

@@ -58,7 +58,7 @@ async def write_checkpoint(
     frozen = dispatcher.freeze()  # this moment; the payloads are pinned, not copied
     written = False
     try:
-        with folder.new_checkpoint(train_step) as draft:
+        async with folder.new_checkpoint(train_step) as draft:
             await learner.save(str(draft / "learner"), train_step)
             written = True  # from here on `write` thaws
             await snapshot.write(frozen, draft / "buffer")

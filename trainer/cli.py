@@ -10,7 +10,10 @@ run was left in the arena (its owners are printed); 130 interrupted (Ctrl-C).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="shmrl",
         description="Asynchronous reinforcement learning of mixture-of-experts language models.",
     )
+    parser.add_argument("--version", action="version", version=f"shmrl {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train from a configuration file")
@@ -115,11 +119,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("shmrl")
+    except PackageNotFoundError:
+        return "(not installed: run from a source tree)"
+
+
 def _train(options: argparse.Namespace) -> int:
     from trainer.config import load
     from trainer.run_folder import RunFolder, default_run_name
+    from trainer.wiring import check_devices
 
     config = load(options.config, options.overrides)
+    check_devices(config, _gpus())
     folder = RunFolder.create(config, config.run.name or default_run_name(options.config))
     return _fit(folder, options, resume=False)
 
@@ -137,7 +152,7 @@ def _fit(folder: object, options: argparse.Namespace, *, resume: bool) -> int:
     from trainer.run_folder import RunFolder
 
     assert isinstance(folder, RunFolder)
-    summary = run_blocking(folder, resume=resume, quiet=options.quiet)
+    summary = run_blocking(folder, resume=resume, quiet=options.quiet, gpus=_gpus())
     if options.json:
         print(json.dumps(summary.to_json()), flush=True)
     if summary.error:
@@ -154,9 +169,22 @@ def _eval(options: argparse.Namespace) -> int:
         step=options.step,
         prompts=options.prompts,
         temperature=options.temperature,
+        gpus=_gpus(),
     )
     print(json.dumps(result) if options.json else _lines(result))
     return EXIT_OK
+
+
+def _gpus() -> list[str] | None:
+    """What CUDA calls the devices that its variable leaves this command; None: it says nothing.
+
+    As CUDA reads it: the list ends at the first entry that is no device.
+    """
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    entries = (entry.strip() for entry in text.split(","))
+    return list(itertools.takewhile(re.compile(r"\d+|(GPU|MIG)-.+").fullmatch, entries))
 
 
 def _lines(result: dict[str, object]) -> str:
@@ -187,7 +215,8 @@ def _store(arguments: Sequence[str]) -> int:
 def _top(arguments: Sequence[str]) -> int:
     from actors.top import main as top_main
 
-    return top_main(list(arguments))
+    # A run's folder names it as well, as with the other commands.
+    return top_main([Path(a).name if Path(a, "config.yaml").is_file() else a for a in arguments])
 
 
 def _bench(arguments: Sequence[str]) -> int:

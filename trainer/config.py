@@ -138,7 +138,7 @@ class JudgeConfig:
 class TaskConfig:
     """One task of the mixture."""
 
-    name: str = field(metadata={"doc": "Name of the task in metrics and in the ledger."})
+    name: str = _opt("", "Name of the task in metrics and in the ledger.")
     weight: float = _opt(1.0, "Share of the batch, relative to the other tasks' weights.", gt=0)
     source: SourceConfig = _opt_of(SourceConfig, "Where its prompts come from.")
     environment: EnvironmentConfig = _opt_of(EnvironmentConfig, "How a rollout runs.")
@@ -149,6 +149,10 @@ class TaskConfig:
         ge=0,
         le=1,
     )
+
+    def problems(self) -> list[tuple[str, str]]:
+        """A task without a name stays a task, so that its other mistakes are told as well."""
+        return [] if self.name else [("name", "is required and missing")]
 
 
 @dataclass(frozen=True)
@@ -198,8 +202,11 @@ class ReplayConfig:
     order: Literal["staleness", "fifo"] = _opt(
         "staleness", "Oldest staleness first, or plain FIFO."
     )
-    max_bytes: int = _opt(
-        512 << 20, "Payload bytes that buffer and producer may hold.", gt=0, unit="bytes"
+    max_bytes: int | None = _opt(
+        None,
+        "Payload bytes that buffer and producer may hold; default: half of store.capacity.",
+        gt=0,
+        unit="bytes",
     )
     expiry: Literal["retry", "drop"] = _opt(
         "retry", "What happens to a group that became too stale."
@@ -235,8 +242,8 @@ class CheckpointConfig:
     final: bool = _opt(True, "Write a checkpoint and an export when the run ends.")
     recovery: Literal["arena", "checkpoint"] = _opt(
         "arena",
-        "A killed learner goes on from its state in the arena (kept after every step), or from the "
-        "last checkpoint.",
+        "A killed learner goes on from its state in the arena (kept after every step: three times "
+        "the weights, twice), or the whole run goes back to its last checkpoint.",
     )
 
 
@@ -245,7 +252,11 @@ class StoreConfig:
     """The arena of the run."""
 
     capacity: int = _opt(
-        1 << 30, "Bytes of shared memory, reserved as they are used.", gt=0, unit="bytes"
+        1 << 30,
+        "Bytes of shared memory, reserved as they are used.",
+        ge=1 << 20,
+        le=1 << 43,
+        unit="bytes",
     )
     max_objects: int = _opt(1 << 17, "Objects alive at once.", ge=1024)
     max_sessions: int = _opt(1 << 14, "Sessions alive at once.", ge=64)

@@ -1,22 +1,23 @@
 """The rules between the fields of a configuration.
 
-Owns: every check that needs more than one field, or the outside world (files, installed packages,
-number of experts in a model folder), done before any process starts. Each mistake names the field
-that the user should change. Promises: no torch, no network, no side effects.
+Owns: every check that needs more than one field. Those that look at the outside world (files,
+installed packages) are `trainer.model_checks` and `trainer.task_checks`; all are done before any
+process starts. Each mistake names the field that the user should change. Promises: no torch, no
+network, no side effects.
 Called by `trainer.config.load` only.
 """
 
 from __future__ import annotations
 
-import ast
-import difflib
-import importlib.util
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
-from trainer.config import Config, TaskConfig
+from trainer.config import Config
 from trainer.config_load import Source
+from trainer.errors import ConfigError
+from trainer.model_checks import check_model, context_of, experts_of
+from trainer.model_config import EngineConfig, LearnerConfig
+from trainer.placement import cuda_number
+from trainer.task_checks import check_tasks
 
 __all__ = ["check"]
 
@@ -26,13 +27,35 @@ _RUN_NAME_BYTES_MAX = 40
 
 def check(config: Config, source: Source) -> None:
     """Adds to `source.mistakes` whatever makes this configuration impossible to run."""
-    rules = (_names, _batches, _intervals, _replay, _model, _routing, _schedule, _tasks, _memory)
+    rules = (
+        _names,
+        _batches,
+        _intervals,
+        _replay,
+        check_model,
+        _routing,
+        _schedule,
+        check_tasks,
+        _devices,
+        _memory,
+    )
+    wrong = {m.path.rpartition(".")[0] + "." for m in source.mistakes}
+    broken = tuple(wrong & _task_sections(config))
     for rule in rules:
-        for path, message in rule(config):
-            source.add(path, message)
+        for path, message, *read in rule(config):
+            # A field that is wrong was left out: what is said of its default would be no help.
+            if not path.startswith(broken) and not any(map(source.is_wrong, read)):
+                source.add(path, message)
 
 
-_Found = Iterator[tuple[str, str]]
+def _task_sections(config: Config) -> set[str]:
+    """Prefixes of the parts of a task, of which a mistake in one field says all there is to say."""
+    parts = ("source", "judge", "environment")
+    return {f"tasks[{index}].{part}." for index in range(len(config.tasks)) for part in parts}
+
+
+_Found = Iterator[tuple[str, ...]]
+"""(path, message, paths of the other fields that the message speaks of)."""
 
 
 def _names(config: Config) -> _Found:
@@ -56,17 +79,21 @@ def _batches(config: Config) -> _Found:
         yield (
             "rollout.prompts_per_step",
             f"is {groups}, but {len(config.tasks)} tasks share a batch: each needs a group",
+            "tasks",
         )
     if members < 2 and config.learner.estimator in ("grpo", "dr_grpo", "rloo"):
         yield (
             "rollout.rollouts_per_prompt",
             f"is {members}; {config.learner.estimator} compares the rollouts of a group and needs "
             "at least 2 (or learner.estimator: mean)",
+            "learner.estimator",
         )
     if config.learner.minibatches > groups * members:
         yield (
             "learner.minibatches",
             f"is {config.learner.minibatches}, but a batch has only {groups * members} rollouts",
+            "rollout.prompts_per_step",
+            "rollout.rollouts_per_prompt",
         )
 
 
@@ -76,6 +103,7 @@ def _intervals(config: Config) -> _Found:
         yield (
             "schedule.sync_every",
             f"is {every}, but the run has only {steps} steps: weights never sync",
+            "schedule.steps",
         )
     for path, interval in (
         ("checkpoint.every", config.checkpoint.every),
@@ -87,6 +115,7 @@ def _intervals(config: Config) -> _Found:
                 path,
                 f"is {interval}, which does not meet a weight sync every time (schedule.sync_every "
                 f"is {every}): use a multiple of {every}",
+                "schedule.sync_every",
             )
 
 
@@ -99,66 +128,27 @@ def _replay(config: Config) -> _Found:
             "schedule.max_token_staleness",
             f"is {tokens}, but a rollout already expires at staleness {limit} "
             "((max_staleness + 1) × sync_every): no token would ever be masked",
+            "schedule.max_staleness",
+            "schedule.sync_every",
         )
     if config.replay.expiry == "drop" and config.replay.tail_batch > 0:
         yield (
             "replay.tail_batch",
             "gathers expired groups for a new attempt, but replay.expiry is drop: use retry, or 0",
+            "replay.expiry",
         )
-
-
-def _model(config: Config) -> _Found:
-    path = config.model.path
-    if path is not None and not (Path(path) / "config.json").is_file():
-        yield "model.path", f"{path!r} is no folder with a config.json (from {Path.cwd()})"
-    values = config.model.config or {}
-    experts = _number(values, "num_experts", "num_local_experts")
-    chosen = _number(values, "num_experts_per_tok")
-    if experts is not None and chosen is not None and not 1 <= chosen <= experts:
-        yield (
-            "model.config.num_experts_per_tok",
-            f"is {chosen}; a token can use 1 to {experts} experts (there are no more)",
-        )
-    heads, groups = _number(values, "num_attention_heads"), _number(values, "num_key_value_heads")
-    if heads is not None and groups is not None and (groups < 1 or heads % groups):
-        yield (
-            "model.config.num_key_value_heads",
-            f"is {groups}; it must divide num_attention_heads ({heads})",
-        )
-
-
-def _number(values: Mapping[str, object], *names: str) -> int | None:
-    found = [values[name] for name in names if name in values]
-    return found[0] if found and isinstance(found[0], int) else None
 
 
 def _routing(config: Config) -> _Found:
     if not config.learner.replay:
         return
-    mixture = config.model.is_mixture
-    if _number(config.model.config or {}, "num_experts", "num_local_experts") in (0, 1):
-        mixture = False
-    if mixture is None:
-        mixture = _experts_in_folder(config)
-    if mixture is False:
+    experts = experts_of(config.model)
+    if experts is not None and experts < 2:
         yield (
             "learner.replay",
             "is on, but the model has no experts whose routing could be replayed: set it to false, "
             "or give a mixture (model.upcycle makes one from a dense model)",
         )
-
-
-def _experts_in_folder(config: Config) -> bool | None:
-    if config.model.gguf is not None:
-        return False  # the GGUF files that are read here are dense (Llama) models
-    if config.model.path is None:
-        return None
-    file = Path(config.model.path) / "config.json"
-    if not file.is_file():
-        return None
-    found = json.loads(file.read_text(encoding="utf-8"))
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any(int(found.get(name) or 0) > 1 for name in names)
 
 
 def _schedule(config: Config) -> _Found:
@@ -176,7 +166,7 @@ def _schedule(config: Config) -> _Found:
             f"{config.rollout.temperature}: the loss would use other probabilities than the "
             "sampling",
         )
-    context = int((config.model.config or {}).get("max_position_embeddings", 0) or 0)
+    context = context_of(config.model)
     if context and config.rollout.max_new_tokens >= context:
         yield (
             "rollout.max_new_tokens",
@@ -185,102 +175,45 @@ def _schedule(config: Config) -> _Found:
         )
 
 
-def _tasks(config: Config) -> _Found:
-    seen: set[str] = set()
-    for index, task in enumerate(config.tasks):
-        at = f"tasks[{index}]"
-        if task.name in seen:
-            yield f"{at}.name", f"{task.name!r} is used twice"
-        seen.add(task.name)
-        for field, message in (*_source(task), *_targets(task)):
-            yield f"{at}.{field}", message
-
-
-def _source(task: TaskConfig) -> _Found:
-    source = task.source
-    if source.kind == "jsonl":
-        if not source.path:
-            yield "source.path", "is required for jsonl"
-        elif not Path(source.path).is_file():
-            yield "source.path", f"{source.path!r} is no file (from {Path.cwd()})"
-    elif not source.dataset:
-        yield "source.dataset", "is required for reasoning_gym"
-    elif importlib.util.find_spec("reasoning_gym") is None:
-        yield "source.kind", "reasoning_gym is not installed: pip install 'shmrl[train]'"
-    if source.render != "text" and source.dataset != "number_sorting":
-        yield "source.render", f"{source.render} works with dataset number_sorting only"
-    if task.judge.kind == "reasoning_gym" and source.kind != "reasoning_gym":
-        yield "judge.kind", "reasoning_gym scores only items of a reasoning_gym source"
-    if task.judge.kind == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        yield "judge.kind", "math_verify is not installed: pip install 'shmrl[train]'"
-    if task.format_reward and source.render == "text":
-        yield "format_reward", "is defined for the compact source.render only"
-
-
-def _targets(task: TaskConfig) -> _Found:
-    wanted: list[tuple[str, str | None, bool]] = [
-        ("environment.target", task.environment.target, task.environment.kind == "class"),
-        ("judge.target", task.judge.target, task.judge.kind == "callable"),
-    ]
-    wanted += [(f"environment.tools[{i}]", t, True) for i, t in enumerate(task.environment.tools)]
-    for field, target, needed in wanted:
-        if needed and not target:
-            yield field, "is required: module:name or file.py:name"
-        elif target:
-            yield from ((field, problem) for problem in _importable(target))
-    if task.environment.kind == "tools" and not task.environment.tools:
-        yield "environment.tools", "is empty: list the functions, or use single_turn"
-
-
-def _importable(target: str) -> Iterator[str]:
-    module, colon, name = target.partition(":")
-    if not colon or not module or not name:
-        yield f"{target!r} must look like module:name or file.py:name"
-    elif module.endswith(".py"):
-        if not Path(module).is_file():
-            yield f"{module!r} is no file (from {Path.cwd()})"
-        else:
-            yield from _named_in(Path(module), name)
-    else:
+def _devices(config: Config) -> _Found:
+    numbers: dict[str, int | None] = {}
+    shares: list[float | None] = []
+    sections: tuple[tuple[str, LearnerConfig | EngineConfig], ...] = (
+        ("learner", config.learner),
+        ("engine", config.engine),
+    )
+    for name, section in sections:
+        shares.append(section.memory_fraction)
         try:
-            spec = importlib.util.find_spec(module)
-        except (ImportError, ValueError):
-            spec = None
-        if spec is None:
-            yield f"module {module!r} cannot be found"
-        elif spec.origin is not None and spec.origin.endswith(".py"):
-            yield from _named_in(Path(spec.origin), name)
-
-
-def _named_in(file: Path, name: str) -> Iterator[str]:
-    """What is wrong with `name` as a top-level name of a Python file; nothing of it is run."""
-    try:
-        body = ast.parse(file.read_bytes()).body
-    except (OSError, SyntaxError, ValueError) as error:
-        yield f"{file} is not Python that can be read: {error}"
+            numbers[name] = cuda_number(section.device)
+        except ConfigError as error:
+            yield f"{name}.device", str(error).removeprefix("device ")
+            continue
+        number, there = numbers[name], detect_gpus()
+        if number is not None and number >= len(there):
+            yield f"{name}.device", f"is {section.device!r}, but this machine has {len(there)} GPUs"
+        elif number is None and section.memory_fraction is not None:
+            yield f"{name}.memory_fraction", "is a share of a GPU's memory, but the device is cpu"
+    learner, engine = numbers.get("learner"), numbers.get("engine")
+    if learner is None or engine is None or config.schedule.name == "colocated":
         return
-    names: set[str] = set()
-    for node in ast.walk(ast.Module(body, [])):
-        if isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names):
-            return  # a star may bring any name
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update((a.asname or a.name).partition(".")[0] for a in node.names)
-    if name.partition(".")[0] not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean `{near[0]}`?" if near else ""
-        yield f"{file} has no `{name}`{hint}"
+    shared = engine <= learner < engine + config.engine.replicas
+    if shared and (None in shares or sum(share or 0.0 for share in shares) > 1.0):
+        yield (
+            "learner.memory_fraction",
+            f"learner and engine share cuda:{learner}: give both learner.memory_fraction and "
+            "engine.memory_fraction, together at most 1 (or take turns: schedule.name: colocated)",
+        )
 
 
 def _memory(config: Config) -> _Found:
-    if config.replay.max_bytes >= config.store.capacity:
+    limit, capacity = config.replay.max_bytes, config.store.capacity
+    if limit is not None and limit >= capacity:
         yield (
             "replay.max_bytes",
-            f"is {config.replay.max_bytes}, but the arena has only {config.store.capacity} bytes "
-            "(store.capacity), which also hold the weights",
+            f"is {limit}, but the arena has only {capacity} bytes (store.capacity), which also "
+            "hold the weights",
+            "store.capacity",
         )
     rollouts = config.rollout.prompts_per_step * config.rollout.rollouts_per_prompt
     need = rollouts * (config.schedule.max_staleness + 2)
@@ -288,4 +221,7 @@ def _memory(config: Config) -> _Found:
         yield (
             "store.max_sessions",
             f"is {config.store.max_sessions}, but up to {need} rollouts may be alive at once",
+            "rollout.prompts_per_step",
+            "rollout.rollouts_per_prompt",
+            "schedule.max_staleness",
         )

@@ -5,8 +5,8 @@ dataclasses' annotations, their `metadata` (`doc`, `ge`, `gt`, `le`, `unit`) and
 `problems()`. It knows no field of ours by name: the fields are in `trainer.config` and
 `trainer.model_config`, the rules between fields in `trainer.config_checks`.
 
-Promises: nothing is coerced silently except int → float and, where the unit says bytes, "4GiB" →
-int. Called from `trainer.config.load`, in the driver, before any process of a run starts.
+Promises: nothing is coerced silently except 3 → 3.0, 1e3 → 1000 and, where the unit says bytes,
+"4GiB" → int. Called from `trainer.config.load`, in the driver, before any process of a run starts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import itertools
 import re
 import sys
 import types
@@ -86,9 +87,14 @@ class Source:
         self.mistakes.append(Mistake(path, message, self._line(path)))
 
     def add(self, path: str, message: str) -> None:
-        """Like `mistake`, unless this very field is already known to be wrong."""
-        if all(m.path != path for m in self.mistakes):
+        """Like `mistake`, unless this field or something inside it is known to be wrong already."""
+        if not self.is_wrong(path):
             self.mistake(path, message)
+
+    def is_wrong(self, path: str) -> bool:
+        """Whether there is a mistake at `path` or inside it."""
+        inside = (f"{path}.", f"{path}[")
+        return any(m.path == path or m.path.startswith(inside) for m in self.mistakes)
 
     def _line(self, path: str) -> int | None:
         while path:
@@ -272,8 +278,13 @@ def build(
             meta = {**meta, "unit": "bytes"}
         before = len(source.mistakes)
         made = _value(hints[key], raw, inner, meta, source)
-        if len(source.mistakes) == before or _is_usable(made):
+        if len(source.mistakes) == before:
             given[key] = made
+        elif dataclasses.is_dataclass(made):
+            given[key] = made  # what was wrong inside it was left out
+        elif isinstance(made, tuple) and made and dataclasses.is_dataclass(made[0]):
+            # Sections up to one that is none, so that each keeps its number in messages.
+            given[key] = tuple(itertools.takewhile(dataclasses.is_dataclass, made))
     missing = [n for n, f in fields.items() if n not in given and _is_required(f)]
     for name in missing:
         if name not in value:
@@ -289,13 +300,6 @@ def build(
         for name, message in section.problems():
             source.add(f"{path}.{name}" if path else name, message)
     return section
-
-
-def _is_usable(value: object) -> bool:
-    """A section, or a list of sections, stays when something inside it was wrong and left out."""
-    if isinstance(value, tuple):
-        return bool(value) and all(dataclasses.is_dataclass(item) for item in value)
-    return dataclasses.is_dataclass(value)
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
@@ -403,6 +407,8 @@ def _scalar(hint: Any, raw: object, path: str, meta: Mapping[str, Any], source: 
             return None
     if hint is float and isinstance(raw, int) and not isinstance(raw, bool):
         raw = float(raw)
+    if hint is int and isinstance(raw, float) and raw.is_integer():
+        raw = int(raw)  # 1e3
     fits = isinstance(raw, hint) and not (isinstance(raw, bool) and hint is not bool)
     if not fits:
         source.mistake(path, f"must be {_TYPE_NAMES.get(hint, hint.__name__)}, got {_show(raw)}")

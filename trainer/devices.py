@@ -21,13 +21,13 @@ def prepare_device(name: str, memory_fraction: float | None = None) -> torch.dev
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}; give cpu or cuda:N") from error
+        raise ConfigError(f"device is {name!r}; give cpu, cuda or cuda:N") from error
     if device.type == "cpu":
         return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type != "cuda" or (device.index or 0) >= count:
         there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
-        raise ConfigError(f"device is {name!r}; this machine has {there}")
+        raise ConfigError(f"device is {name!r}; torch {torch.__version__} sees {there} here")
     if memory_fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
+        torch.cuda.set_per_process_memory_fraction(float(memory_fraction), device)
     return device

@@ -100,10 +100,13 @@ class Driver:
         if self.train_step < config.schedule.steps:
             self._use = await self._parts.producer.use()
             await self._until_stopped(stop)
+        kept = True
         if config.checkpoint.final or stop.is_set():
-            await self._checkpoint(self.train_step)
+            kept = await self._checkpoint(self.train_step)
         if config.checkpoint.final and not stop.is_set():
-            await self._export()
+            kept = await self._export() and kept
+        if not kept:
+            self._summary.error = f"trained, but not kept: {self._summary.warnings[-1]}"
 
     async def _until_stopped(self, stop: asyncio.Event) -> None:
         self._stop = stop
@@ -154,7 +157,10 @@ class Driver:
         """One step in the learner's process; the schedule's learner part."""
         self._in_step = True
         if self._wants(self._config.metrics.trajectories_every, train_step):
-            await write_trajectories(self._folder, train_step, batch, self._parts.store)
+            try:
+                await write_trajectories(self._folder, train_step, batch, self._parts.store)
+            except OSError as error:
+                self._warn(f"the trajectories of step {train_step} could not be written: {error}")
         done = await self._parts.learner.train(batch.groups, train_step)
         self._moved(f"step {train_step} was trained")
         self.train_step = train_step
@@ -186,6 +192,9 @@ class Driver:
         self._display.step(self._metrics.write(step, numbers))
         self._display.phase("train", step, self._config.schedule.steps)
         self._in_step = False
+        self._end_if_stopped(step)
+
+    def _end_if_stopped(self, step: int) -> None:
         if self._stop.is_set() and step < self._config.schedule.steps:
             raise _Stopped
 
@@ -205,11 +214,14 @@ class Driver:
             self._clock = _Clock(time.perf_counter())
 
     async def _checkpoint_due(self, step: int) -> None:
+        self._in_step = True  # a stop waits for it instead of cutting it off
         with self._aside():
             if self._wants(self._config.checkpoint.every, step):
                 await self._checkpoint(step)
             if self._wants(self._config.checkpoint.hf_every, step):
                 await self._export()
+        self._in_step = False
+        self._end_if_stopped(step)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -236,26 +248,39 @@ class Driver:
         if reward is not None:
             self._summary.evals.append(reward)
 
-    async def _checkpoint(self, step: int) -> None:
+    async def _checkpoint(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is on disk now."""
         if self._saved_step == step:
-            return
+            return True
         totals = self._summary.totals()
         try:
             await write_checkpoint(
                 self._folder, step, self._parts.learner, self._dispatcher, totals
             )
         except CheckpointFailed as error:
-            self._display.note(f"{error}; the run goes on")
-            self._summary.warnings.append(str(error))
-            return
+            self._warn(str(error))
+            return False
         self._saved_step = step
-        self._folder.prune_checkpoints(self._config.checkpoint.keep)
+        await asyncio.to_thread(self._folder.prune_checkpoints, self._config.checkpoint.keep)
+        return True
 
-    async def _export(self) -> None:
+    async def _export(self) -> bool:
+        """Whether the model as it is stands in a folder for from_pretrained."""
         if self._exported_step == self.train_step:
-            return
-        await self._parts.learner.export(str(self._folder.hf(self.train_step)))
+            return True
+        place = self._folder.hf(self.train_step)
+        try:
+            await self._parts.learner.export(str(place))
+        except OSError as error:
+            self._warn(f"the export to {place} could not be written: {error}")
+            return False
         self._exported_step = self.train_step
+        return True
+
+    def _warn(self, text: str) -> None:
+        """Told now and in the summary: what failed can be done again later."""
+        self._display.note(f"{text}; the run goes on")
+        self._summary.warnings.append(text)
 
     # -- numbers ---------------------------------------------------------------------------------
 
@@ -267,7 +292,7 @@ class Driver:
         times = StepTimes(
             step_s=now - clock.began - clock.aside_s,
             wait_s=report.wait_s,
-            sync_s=max(0.0, report.sync_s - clock.aside_s),
+            sync_s=report.sync_s,
             engines=self._parts.producer.n_engines,
         )
         before, self._use = self._use, use_after
@@ -275,7 +300,7 @@ class Driver:
         found = {**self._batch, **step_metrics.learner_metrics(report.metrics)}
         found |= step_metrics.speed_metrics(times, found, use)
         found |= step_metrics.arena_metrics(self._parts.store.stats())
-        found["model_step"] = float(self._dispatcher.model_step)
+        found["model_step"] = float(self._model_step())
         found["buffer_groups"] = float(len(self._dispatcher.buffer))
         found["buffer_bytes"] = float(self._dispatcher.buffer.nbytes)
         found["restarts"] = float(sum(self.restarts().values()))
@@ -285,6 +310,11 @@ class Driver:
         self._step_s += times.step_s
         self._summary.learner_wait_share = self._wait_s / max(self._step_s, 1e-9)
         return found
+
+    def _model_step(self) -> int:
+        """Train step of the weights that the engines run."""
+        weights = self._parts.learner.weights
+        return 0 if weights is None else weights.model_step
 
     def restarts(self) -> dict[str, int]:
         """Deaths so far, by process."""

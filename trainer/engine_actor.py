@@ -21,7 +21,7 @@ from trainer.engine.protocol import (
     WeightsVersion,
 )
 from trainer.errors import TrainerError
-from trainer.placement import Cores
+from trainer.placement import Cores, own_device
 
 if TYPE_CHECKING:
     from shmstore import Store
@@ -60,8 +60,9 @@ def make_engine(config: Config, threads: int, store: Store) -> tuple[TorchEngine
     from trainer.weights import load_into
 
     torch.set_num_threads(threads)
-    prepare_device(config.engine.device, config.engine.memory_fraction)
-    model, tokenizer = build_model(config.model, config.engine.device)
+    device = own_device(config.engine.device)
+    prepare_device(device, config.engine.memory_fraction)
+    model, tokenizer = build_model(config.model, device)
 
     def load(target: Any, version: WeightsVersion) -> None:
         load_into(target, store, version)

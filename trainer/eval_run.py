@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,26 @@ __all__ = ["evaluate_run"]
 
 
 def evaluate_run(
-    folder: RunFolder, *, step: int | None, prompts: int | None, temperature: float | None
+    folder: RunFolder,
+    *,
+    step: int | None,
+    prompts: int | None,
+    temperature: float | None,
+    gpus: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Evaluates the newest checkpoint, or that of `step`. Raises BadRunFolder when it is absent."""
-    return actors.run(_evaluate(folder, step, prompts, temperature))
+    """Evaluates the newest checkpoint, or that of `step`. Raises BadRunFolder when it is absent.
+
+    gpus: what CUDA calls the devices that may be used; None: those of the machine.
+    """
+    return actors.run(_evaluate(folder, step, prompts, temperature, gpus))
 
 
 async def _evaluate(
-    folder: RunFolder, step: int | None, prompts: int | None, temperature: float | None
+    folder: RunFolder,
+    step: int | None,
+    prompts: int | None,
+    temperature: float | None,
+    gpus: Sequence[str] | None,
 ) -> dict[str, Any]:
     config = folder.config()
     chosen, checkpoint = _checkpoint(folder, step)
@@ -43,7 +56,7 @@ async def _evaluate(
     sources = [build_source(t, seed=config.run.seed, held_out=True) for t in config.tasks]
     wanted = held_out_prompts(sources, count)
     with open_arena(config, name, summary) as store:
-        async with open_parts(config, name, store, logs, _silent) as parts:
+        async with open_parts(config, name, store, logs, _silent, gpus) as parts:
             ready, _ = await asyncio.gather(
                 parts.learner.start(str(checkpoint / "learner")), parts.producer.prepare()
             )

@@ -61,6 +61,10 @@ class Expiry:
         retries = self.action is ExpiryAction.RETRY
         if self.tail_batch is None:
             object.__setattr__(self, "tail_batch", 0 if retries else NEVER)
+        elif self.tail_batch < NEVER:
+            raise ConfigError(
+                f"tail_batch is {self.tail_batch}; allowed are -1 (never), 0 (at once) and above"
+            )
         elif (self.tail_batch != NEVER) != retries:
             raise ConfigError(
                 f"tail_batch is {self.tail_batch} with action {self.action.value!r}; -1 (never) "

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from trainer.environments import PromptSource, build_source
 from trainer.errors import NoProgress, TrainerError
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
+from trainer.learner_link import StateLost
 from trainer.learner_state import STATE_OWNER
 from trainer.metrics import MetricsWriter, tensorboard_missing
 from trainer.plot import plot_rewards
@@ -52,22 +53,31 @@ from trainer.wiring import PRODUCER_OWNER, Parts, open_parts
 
 __all__ = ["fit", "open_arena", "run_blocking"]
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a scheduler's request, a terminal that was closed."""
 _BATCHES_AHEAD_MAX = 8
 """Batches that may be ready or in production, however fresh; bounds buffer and prompts under
 way.
 """
 
 
-def run_blocking(folder: RunFolder, *, resume: bool, quiet: bool = False) -> Summary:
-    """Runs a run on a loop of its own. Ctrl-C once ends it in order, twice at once."""
+def run_blocking(
+    folder: RunFolder, *, resume: bool, quiet: bool = False, gpus: Sequence[str] | None = None
+) -> Summary:
+    """Runs a run on a loop of its own. Ctrl-C once ends it in order, twice at once.
+
+    gpus: what CUDA calls the devices that the run may use; None: those of the machine.
+    """
     display = make_display(table_rows=folder.config().metrics.table_rows, quiet=quiet)
     try:
-        return actors.run(_with_signals(folder, resume, display))
+        return actors.run(_with_signals(folder, resume, display, gpus))
     finally:
         display.close()
 
 
-async def _with_signals(folder: RunFolder, resume: bool, display: Display) -> Summary:
+async def _with_signals(
+    folder: RunFolder, resume: bool, display: Display, gpus: Sequence[str] | None
+) -> Summary:
     stop = asyncio.Event()
     task = asyncio.current_task()
     assert task is not None
@@ -77,15 +87,15 @@ async def _with_signals(folder: RunFolder, resume: bool, display: Display) -> Su
         if stop.is_set():
             task.cancel()
             return
-        display.note(f"{name}: finishing the step, then a checkpoint; once more ends it at once")
+        display.note(f"{name}: ends after the step under way, if any; once more ends it at once")
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOPPING:
         loop.add_signal_handler(number, interrupt, number.name)
     try:
-        return await fit(folder, resume=resume, display=display, stop=stop)
+        return await fit(folder, resume=resume, display=display, stop=stop, gpus=gpus)
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _STOPPING:
             loop.remove_signal_handler(number)
 
 
@@ -95,13 +105,15 @@ async def fit(
     resume: bool = False,
     display: Display | None = None,
     stop: asyncio.Event | None = None,
+    gpus: Sequence[str] | None = None,
 ) -> Summary:
     """Trains the run in `folder`. Setting `stop` ends it after the step under way, with a
     checkpoint.
 
-    Cancelling ends it at once; either way nothing is left in the arena and no process.
+    Cancelling ends it at once; either way nothing is left in the arena and no process. `gpus`: as
+    in `run_blocking`.
     """
-    run = _Run(folder, display or QuietDisplay(), stop or asyncio.Event(), resume)
+    run = _Run(folder, display or QuietDisplay(), stop or asyncio.Event(), resume, gpus)
     return await run.to_the_end()
 
 
@@ -109,14 +121,21 @@ class _Run:
     """What one call of `fit` knows."""
 
     def __init__(
-        self, folder: RunFolder, display: Display, stop: asyncio.Event, resume: bool
+        self,
+        folder: RunFolder,
+        display: Display,
+        stop: asyncio.Event,
+        resume: bool,
+        gpus: Sequence[str] | None,
     ) -> None:
-        self.folder = folder
+        self.folder, self.gpus = folder, gpus
         self.config = folder.config()
         self.display = display
         self.stop = stop
         self.summary = Summary(folder.name)
         self.checkpoint = self._latest() if resume else None
+        self._gone_back = 0
+        self._restarts_before: dict[str, int] = {}
 
     def _latest(self) -> Checkpoint | None:
         """What to go on from; None when the run died before its first checkpoint."""
@@ -129,8 +148,8 @@ class _Run:
         """Trains, and turns every end into a summary; only cancellation of the task goes on up."""
         summary, began = self.summary, time.perf_counter()
         try:
-            with open_arena(self.config, self.folder.name, summary) as store:
-                await self._with_parts(store)
+            while not await self._once():
+                self._go_back()
             summary.interrupted = self.stop.is_set()
         except asyncio.CancelledError:
             summary.interrupted = True
@@ -146,10 +165,36 @@ class _Run:
         self._leave_pictures()
         return summary
 
+    async def _once(self) -> bool:
+        """From an arena to its end; False when the run has to go back to its last checkpoint."""
+        try:
+            with open_arena(self.config, self.folder.name, self.summary) as store:
+                await self._with_parts(store)
+        except (StateLost, ExceptionGroup) as error:
+            if not isinstance(_first(error), StateLost) or self.stop.is_set():
+                raise
+            self._gone_back += 1
+            if self._gone_back > self.config.faults.restarts_max:
+                raise
+            self.display.note(str(_first(error)))
+            return False
+        return True
+
+    def _go_back(self) -> None:
+        """To the last checkpoint, or to the beginning when there is none yet."""
+        before = self.checkpoint.train_step if self.checkpoint else 0
+        self.checkpoint = self._latest()
+        step = self.checkpoint.train_step if self.checkpoint else 0
+        if step > before:
+            self._gone_back = 1  # it gets on: deaths count against the same checkpoint only
+        self._restarts_before = dict(self.summary.restarts)
+        self.summary.begin_again()
+        self.display.note(f"the run goes back to step {step}")
+
     async def _with_parts(self, store: Store) -> None:
         config, display = self.config, self.display
         async with open_parts(
-            config, self.folder.name, store, self.folder.logs, display.note
+            config, self.folder.name, store, self.folder.logs, display.note, self.gpus
         ) as parts:
             dispatcher = await self._dispatcher(store)
             alarm = _Alarm(config.faults.no_progress_s, dispatcher.describe)
@@ -192,7 +237,7 @@ class _Run:
             await _beside((parts.producer.supervise(), alarm.ring()), driver.run(self.stop))
         finally:
             metrics.close()
-            self.summary.restarts = driver.restarts()
+            self.summary.restarts = _sum(self._restarts_before, driver.restarts())
 
     async def _start(self, parts: Parts) -> LearnerReady | None:
         """Both processes build their models at once; None when the run was stopped meanwhile."""
@@ -222,14 +267,15 @@ class _Run:
         """Buffer, prompts and books: new ones, or those of the checkpoint."""
         config = self.config
         schedule, replay = config.schedule, config.replay
+        retries = replay.expiry == "retry" and replay.tail_batch >= 0
         expiry = Expiry(
-            action=ExpiryAction(replay.expiry),
+            action=ExpiryAction.RETRY if retries else ExpiryAction.DROP,
             max_staleness=schedule.max_staleness,
             sync_interval=schedule.sync_every,
             max_token_staleness=schedule.max_token_staleness,
-            tail_batch=replay.tail_batch if replay.expiry == "retry" else None,
+            tail_batch=replay.tail_batch if retries else None,
         )
-        order, limit = replay.order, replay.max_bytes
+        order, limit = replay.order, replay.max_bytes or config.store.capacity // 2
         if self.checkpoint is None:
             buffer = ReplayBuffer(store, order=order, max_bytes=limit, expiry=expiry)
         else:
@@ -268,12 +314,14 @@ class _Run:
 
     def _leave_pictures(self) -> None:
         """Summary, plot and the last words; none of them may hide how the run ended."""
-        self.folder.write_summary(self.summary.to_json())
-        if self.config.metrics.plot and self.folder.metrics_file.is_file():
-            try:
+        try:
+            self.folder.write_summary(self.summary.to_json())
+            if self.config.metrics.plot and self.folder.metrics_file.is_file():
                 plot_rewards(self.folder.metrics_file, self.folder.plot_file, self.folder.name)
-            except ModuleNotFoundError as error:
-                self.display.note(f"no reward.png: {error}")
+        except ModuleNotFoundError as error:
+            self.display.note(f"no reward.png: {error}")
+        except OSError as error:
+            self.display.note(f"summary and plot could not be written: {error}")
         for line in _last_words(self.summary, self.folder):
             self.display.note(line)
 
@@ -286,6 +334,10 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in (*one, *other)}
 
 
 class _Alarm:
@@ -355,6 +407,8 @@ def open_arena(config: Config, name: str, summary: Summary) -> Iterator[Store]:
 
 def _sources(config: Config, *, held_out: bool) -> list[PromptSource]:
     """One source a task; a task that holds nothing out is not evaluated."""
+    if held_out and not config.eval.prompts:
+        return []
     tasks = [task for task in config.tasks if not held_out or task.source.holdout > 0]
     return [build_source(task, seed=config.run.seed, held_out=held_out) for task in tasks]
 

@@ -24,7 +24,7 @@ from trainer.engine.protocol import WeightsVersion
 from trainer.environments.warmup_pairs import WarmupPairs
 from trainer.errors import NotStarted, TrainerError
 from trainer.learner_state import LearnerStates
-from trainer.placement import Cores, rest_device
+from trainer.placement import Cores, own_device, rest_device
 from trainer.replay import REPLAY_OWNER
 from trainer.rollout import Group, Rollout, Trace
 from trainer.staleness import mask_stale_labels
@@ -107,7 +107,8 @@ class LearnerActor:
         from trainer.trace import TraceStore
 
         torch.set_num_threads(self._setup.cores.threads)
-        prepare_device(self._config.learner.device, self._config.learner.memory_fraction)
+        device = own_device(self._config.learner.device)
+        prepare_device(device, self._config.learner.memory_fraction)
         store = current().runtime.store
         if store is None:
             raise TrainerError("the learner was spawned in a runtime without a store")
@@ -116,7 +117,7 @@ class LearnerActor:
         self._traces = TraceStore(store)
         self._states = LearnerStates(store)
         config = self._config
-        model, self._tokenizer = build_model(config.model, config.learner.device, torch.float32)
+        model, self._tokenizer = build_model(config.model, device, torch.float32)
         # Before the learner exists: its frozen reference is the warmed-up model, also on resume.
         warmed = self._warm_up(model, board)
         exact = config.learner.deterministic or config.run.deterministic
@@ -243,12 +244,14 @@ class LearnerActor:
 
     def publish(self, model_step: int) -> WeightsVersion:
         """Puts the weights into the arena as one object, in a session of the owner `weights`."""
+        from trainer.models import torch_dtype
         from trainer.weights import publish
 
         learner, session = self._ready, weights_session(model_step)
+        dtype = torch_dtype(self._config.model.dtype)  # as the engines hold them
         self._store.sessions.release([session], owner=WEIGHTS_OWNER)  # of a death in the middle
         self._store.sessions.open(session, owner=WEIGHTS_OWNER)
-        return publish(learner.model, self._store, model_step, session=session)
+        return publish(learner.model, self._store, model_step, session=session, dtype=dtype)
 
     def save(self, folder: str, train_step: int) -> None:
         """Model, optimizer and counters for a resume, as safetensors and JSON."""
@@ -264,6 +267,11 @@ class LearnerActor:
 
     def export(self, folder: str) -> None:
         """A folder for transformers' from_pretrained."""
+        from safetensors import SafetensorError
+
         from trainer.models import export_hf
 
-        export_hf(self._ready.model, self._tokenizer, Path(folder))
+        try:
+            export_hf(self._ready.model, self._tokenizer, Path(folder))
+        except SafetensorError as error:  # as in `save`
+            raise OSError(f"{folder}: {error}") from error

@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from actors import Handle
     from shmstore import Store
 
-__all__ = ["LearnerLink"]
+__all__ = ["LearnerLink", "StateLost"]
+
+
+class StateLost(PartFailed):
+    """The learner died and its state is in no arena (checkpoint.recovery: checkpoint): the run can
+    only go back to its last checkpoint, which `trainer.fit` does.
+    """
 
 
 class LearnerLink:
@@ -45,7 +51,7 @@ class LearnerLink:
         self._note = note
         self._checkpoint: str | None = None
         self._board: Handle | None = None
-        self._train_step = 0
+        self._train_step = self._began_at = 0
         self.restarts = 0
         self.weights: WeightsVersion | None = None
 
@@ -53,7 +59,7 @@ class LearnerLink:
         """The learner builds its model; a death while it does is tried again."""
         self._checkpoint, self._board = checkpoint, board
         ready = await self._begin()
-        self._train_step = ready.train_step
+        self._train_step = self._began_at = ready.train_step
         return ready
 
     async def _begin(self) -> LearnerReady:
@@ -96,18 +102,13 @@ class LearnerLink:
         return None
 
     async def _revive(self, death: Exception) -> None:
-        """A new learner with the state of the last finished step. Raises PartFailed without one."""
+        """A new learner with the state of the last finished step. Raises StateLost without one."""
         self.restarts += 1
-        self._note(f"learner died ({death}); it goes on from its state in the arena")
-        ready = await self._begin()
         found = self._states.find()
-        have = ready.train_step if found is None else found.train_step
-        if have < self._train_step:
-            raise PartFailed(
-                "learner",
-                f"it died after step {self._train_step} and only the state of step {have} is left "
-                "(checkpoint.recovery: checkpoint); go on with `shmrl resume`",
-            )
+        if found is None and self._train_step > self._began_at:
+            raise StateLost("learner", f"it died after step {self._train_step}: {death}")
+        self._note(f"learner died ({death}); it goes on from its state in the arena")
+        await self._begin()
 
     async def publish(self, model_step: int) -> WeightsVersion:
         """New weights in the arena; `retire` ends the older ones once every engine has them."""

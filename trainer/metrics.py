@@ -8,6 +8,7 @@ driver only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -118,8 +119,13 @@ class MetricsWriter:
         lost = len(values) - len(finite)
         if lost:
             record["nonfinite"] = lost
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{error.strerror}: make room, then `shmrl resume`", self._file.name
+            ) from error
         if self._events is not None:
             for name, value in finite.items():
                 self._events.scalar(name, value, train_step)
@@ -127,7 +133,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flushes both. Idempotent."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk; `write` has told it
+            self._file.close()
         if self._events is not None:
             self._events.close()
             self._events = None

@@ -156,19 +156,18 @@ class EngineConfig:
     prefill_tokens_max: int = _setting(8192, "Context tokens computed in one forward pass.", ge=1)
     waiting_max: int = _setting(65536, "Requests that may wait; one more is an error.", ge=1)
     seed: int = _setting(0, "Seeds, with its session id, a sequence whose request names no seed.")
-    device: str = _setting("cpu", "Device of the engine, such as cpu or cuda:1.")
+    device: str = _setting(
+        "cpu", "Device of the engine, such as cpu or cuda:1; replicas take those that follow it."
+    )
     memory_fraction: float | None = _setting(
-        None, "Share of the device's memory, when the learner has the rest.", gt=0, le=1
+        None, "Share of the device's memory, when the learner is on it, too.", gt=0, le=1
     )
     threads: int = _setting(1, "Arithmetic threads of an engine process.", ge=1)
     inline: bool = _setting(True, "The engine lives in the producer's process.")
     replicas: int = _setting(1, "Engine processes, when not inline.", ge=1)
 
     def problems(self) -> list[Problem]:
-        found = field_problems(self)
-        if self.inline and self.replicas != 1:
-            found.append(("replicas", f"is {self.replicas}, but an inline engine is exactly one"))
-        return found
+        return field_problems(self)
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,7 @@ class LearnerConfig:
     seed: int = _setting(0, "Seed of whatever the learner draws.")
     device: str = _setting("cpu", "Device of the learner, such as cpu or cuda:0.")
     memory_fraction: float | None = _setting(
-        None, "Share of the device's memory, when an engine has the rest.", gt=0, le=1
+        None, "Share of the device's memory, when an engine is on it, too.", gt=0, le=1
     )
     threads: int = _setting(1, "Arithmetic threads of the learner.", ge=1)
     ranks: int = _setting(1, "Learner processes; more than 1 is not built yet.", ge=1)

@@ -7,7 +7,6 @@ once by the learner's and by the engine's process.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -23,8 +22,10 @@ from transformers.utils import logging as hf_logging
 
 from trainer.devices import prepare_device
 from trainer.errors import ConfigError
+from trainer.experts import EXPERTS, register_experts
 from trainer.model_config import ModelConfig
 from trainer.packing import ATTENTION, register_attention
+from trainer.routing import router_modules
 from trainer.tokenizer import CharTokenizer, HFTokenizer, ModelTokenizer, load_tokenizer
 from trainer.upcycle import upcycle
 
@@ -70,6 +71,7 @@ def build_model(
         raise ModelError("; ".join(f"model.{name} {text}" for name, text in problems))
     target = prepare_device(device)
     register_attention()
+    register_experts()
     # The run has its own display.
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = dtype or torch_dtype(config.dtype)
@@ -93,8 +95,9 @@ def build_model(
             f"{model.config.vocab_size}; raise it in model.config"
         )
     model.set_attn_implementation(attention)
-    if type(model).__name__.endswith(("MoeForCausalLM", "MixtralForCausalLM")):
-        model.set_experts_implementation(config.experts_implementation)
+    if router_modules(model):
+        experts = config.experts_implementation
+        model.set_experts_implementation(EXPERTS if experts == "grouped_mm" else experts)
     return model.to(device=target, dtype=kind).eval(), tokenizer
 
 
@@ -228,10 +231,3 @@ def _replace(part: Path, folder: Path) -> None:
     except OSError:
         if not folder.exists():
             raise
-
-
-def config_digest(config: ModelConfig) -> str:
-    """A name for the initial weights of this config; part of the warm-up's cache key."""
-    record = dataclasses.asdict(config)
-    record.pop("cache_dir")
-    return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()

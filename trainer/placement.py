@@ -1,18 +1,31 @@
-"""Which cores and threads each process of a run gets.
+"""Which cores, threads and device each process of a run gets.
 
 Two OpenMP teams that spin on the same cores slow each other by an order of magnitude, so each
-computing process gets cores of its own, as many threads as cores, and no more. Pure arithmetic
-and one system call; the plan is made by the driver, `pin` is called first thing in each computing
-process.
+computing process gets cores of its own, as many threads as cores, and no more. Of the devices it
+sees the one that the configuration names, or none; two processes may see the same one and share its
+memory. Pure arithmetic and one system call; the plan is made by the driver, `pin` is called first
+thing in each computing process.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Cores", "plan_cores", "rest_device", "thread_environment"]
+from trainer.errors import ConfigError
+
+__all__ = [
+    "Cores",
+    "cuda_number",
+    "own_device",
+    "plan_cores",
+    "plan_devices",
+    "replica_devices",
+    "rest_device",
+    "thread_environment",
+]
 
 
 @dataclass(frozen=True)
@@ -45,9 +58,52 @@ def plan_cores(
     return plan
 
 
+def cuda_number(device: str) -> int | None:
+    """1 of `cuda:1`, 0 of `cuda`, None of `cpu`. Raises ConfigError on any other name."""
+    found = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", device)
+    if found is None:
+        raise ConfigError(f"device is {device!r}; give cpu, cuda or cuda:N")
+    return None if device == "cpu" else int(found[1] or 0)
+
+
+def plan_devices(wanted: Sequence[tuple[str, str]], there: Sequence[str]) -> dict[str, str]:
+    """What each process may see, as CUDA reads it (`CUDA_VISIBLE_DEVICES`).
+
+    wanted: (process name, device), such as ("learner", "cuda:1"); there: what CUDA calls the
+    devices of the machine, in the order in which the configuration counts them. Raises ConfigError
+    that names every device that is not there.
+    """
+    numbers = {name: cuda_number(device) for name, device in wanted}
+    missing = [
+        f"{name} needs cuda:{number}"
+        for name, number in numbers.items()
+        if number is not None and number >= len(there)
+    ]
+    if missing:
+        have = ", ".join(["cpu", *(f"cuda:{number}" for number in range(len(there)))])
+        raise ConfigError(
+            f"{'; '.join(missing)}; this run may use {have}. Change learner.device, engine.device "
+            "or engine.replicas, or CUDA_VISIBLE_DEVICES, which says what a run may use"
+        )
+    return {name: "" if number is None else there[number] for name, number in numbers.items()}
+
+
+def replica_devices(device: str, count: int) -> list[str]:
+    """The devices of so many engines: the one that is named, and those that follow it."""
+    number = cuda_number(device)
+    if number is None:
+        return [device] * count
+    return [f"cuda:{number + index}" for index in range(count)]
+
+
+def own_device(device: str) -> str:
+    """What a process of the run calls its device: it sees no other."""
+    return "cpu" if cuda_number(device) is None else "cuda:0"
+
+
 def rest_device(device: str) -> None:
     """Returns memory that torch keeps cached on a GPU; nothing on the CPU."""
-    if device.startswith("cuda"):
+    if cuda_number(device) is not None:
         import torch
 
         torch.cuda.empty_cache()

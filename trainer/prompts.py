@@ -20,9 +20,17 @@ from math import gcd, lcm
 from typing import Any, Protocol
 
 from trainer.errors import ConfigError
+from trainer.json_values import json_problem
 from trainer.rollout import Prompt
 
-__all__ = ["DrawnPrompt", "PromptSampler", "PromptSource", "SequenceSource", "TaskMix"]
+__all__ = [
+    "DrawnPrompt",
+    "PromptSampler",
+    "PromptSource",
+    "SequenceSource",
+    "TaskMix",
+    "prompt_problem",
+]
 
 #: Weights are brought to integers that sum to at most this; the length of the repeating pattern.
 PERIOD_MAX = 10_000
@@ -55,6 +63,15 @@ class SequenceSource:
     def prompt(self, index: int) -> Prompt:
         """The prompt with this number."""
         return self.prompts[index]
+
+
+def prompt_problem(prompt: Prompt) -> str | None:
+    """What of a prompt would not come back from a snapshot, with its path; None when all would."""
+    return (
+        json_problem(prompt.answer, "prompt.answer")
+        or json_problem(prompt.metadata, "prompt.metadata")
+        or json_problem(prompt.messages, "prompt.messages")
+    )
 
 
 class TaskMix:
@@ -153,18 +170,25 @@ class PromptSampler:
         return len(self._tasks[task].out)
 
     def draw(self, task: str, owner: str) -> DrawnPrompt | None:
-        """The next prompt of `task`, now under way with `owner`; None when there is no more."""
+        """The next prompt of `task`, now under way with `owner`; None when there is no more.
+
+        `ConfigError` when it holds what a snapshot could not keep.
+        """
         state = self._tasks[task]
-        if state.returned:
-            ordinal = state.returned.popleft()
-        elif self.remaining(task) != 0:
-            ordinal = state.position
-            state.position += 1
-        else:
+        if not state.returned and self.remaining(task) == 0:
             return None
+        ordinal = state.returned[0] if state.returned else state.position
+        prompt = self._prompt(task, ordinal)  # a source may raise: nothing has changed yet
+        problem = prompt_problem(prompt)
+        if problem is not None:
+            raise ConfigError(f"prompt {ordinal} of task {task!r}: {problem}")
+        if state.returned:
+            state.returned.popleft()
+        else:
+            state.position += 1
         attempt = state.attempts.pop(ordinal, 0)
         state.out[ordinal] = _Out(owner, attempt)
-        return DrawnPrompt(f"{task}-{ordinal}", task, self._prompt(task, ordinal), attempt)
+        return DrawnPrompt(f"{task}-{ordinal}", task, prompt, attempt)
 
     def settle(self, ticket: str) -> bool:
         """The prompt of `ticket` came to an end or is kept by the buffer; -> whether it was under

@@ -25,11 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmstore import StoreError
+from shmstore import NotOwner, StoreError
 from trainer import snapshot as snapshots
 from trainer.accounts import Accounts
 from trainer.errors import BadGroup, PutTimeout, ReplayError, SnapshotError, TakeTimeout
 from trainer.expiry import Expiry, ExpiryAction
+from trainer.replay_away import Away
+from trainer.replay_checks import check_max_bytes, check_need, checked_group
 from trainer.replay_index import Entry, Order, ReplayIndex
 from trainer.rollout import Batch, Group, Status
 from trainer.trace import TraceStore
@@ -59,10 +61,10 @@ class ReplayBuffer:
     """See the module. `owner` is the name under which the buffer holds sessions; it is bound to
     this process.
 
-    `order`: "staleness" or "fifo". `max_bytes` limits what is stored ahead of need: a `put` beyond
-    it waits, unless a taker is waiting for just such a group, so the limit can never stand between
-    a taker and its batch. `expiry`: an `Expiry`, or "retry" / "drop" without limits; None never
-    expires.
+    `order`: "staleness" or "fifo". `max_bytes` (a number, or a text such as "4GiB") limits what is
+    stored ahead of need: a `put` beyond it waits, unless a taker is waiting for just such a group;
+    so the limit can never stand between a taker and its batch. `expiry`: an `Expiry`, or "retry" /
+    "drop" without limits; None never expires.
     """
 
     def __init__(
@@ -70,18 +72,13 @@ class ReplayBuffer:
         store: Store,
         *,
         order: Order | str = Order.STALENESS,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         expiry: Expiry | str | None = None,
         owner: str = REPLAY_OWNER,
     ) -> None:
-        if max_bytes is not None and not (isinstance(max_bytes, int) and max_bytes > 0):
-            raise ReplayError(
-                f"max_bytes is {max_bytes!r}; it must be a whole number above 0, or None for no "
-                "limit"
-            )
         self.owner = owner
         self.expiry = _parse_expiry(expiry)
-        self.max_bytes = max_bytes
+        self.max_bytes = check_max_bytes(max_bytes)
         self.accounts = Accounts()
         self.train_step = 0
         self._store = store
@@ -89,8 +86,7 @@ class ReplayBuffer:
         self._index = ReplayIndex(Order.parse(order))
         self._lock = threading.Lock()
         self._next_seq = 0
-        self._lent: dict[str, tuple[Entry, str]] = {}
-        self._taken: dict[str, dict[str, Entry]] = {}
+        self._away = Away(store, owner)
         self.waiting = Waiting(self._completed, self._fits)
         self._listeners: list[Callable[[], None]] = []
         store.sessions.bind(owner, heir=None)
@@ -115,18 +111,17 @@ class ReplayBuffer:
         what cannot be filed; `NotOwner` when a session is not `owner`'s, and then nothing has
         changed.
         """
-        if not isinstance(group, Group):
-            raise BadGroup(f"put takes a Group, not {group!r}")
-        if task is not None and task != group.task:
-            group = group.evolve(task=task)
-        self._check_group(group)
+        group = checked_group(group, task)
+        if group.uid in self._index or self._away.is_taken(group.uid):
+            raise BadGroup(f"group {group.uid!r} is in the buffer already; each uid is put once")
         if train_step is not None:
             self.train_step = max(self.train_step, train_step)
+        group = self._described(group)
         status = group.status
         if status not in _FILED:
             self._end_at_put(group, status, owner)
             return status
-        group = self._described(group)
+        group = group.evolve(nbytes=self._measure(group))
         try:
             async with asyncio.timeout(timeout):
                 await self.waiting.for_room(group.task, group.nbytes)
@@ -141,7 +136,7 @@ class ReplayBuffer:
         """A producer gives a group up (L21): its sessions end, its rollouts are booked as
         cancelled.
         """
-        lent = self._lent.pop(group.uid, None)
+        lent = self._away.take_back(group.uid)
         self.accounts.cancelled(group, first=lent is None)
         self._store.sessions.release(group.session_ids, owner=owner)
         self._changed()
@@ -160,7 +155,7 @@ class ReplayBuffer:
                 self._store.sessions.transfer(
                     entry.group.session_ids, src=self.owner, dst=owner, strict=True
                 )
-            self._lent[entry.group.uid] = (entry, owner)
+            self._away.lend(entry, owner)
         self._changed()
         return entry.group
 
@@ -181,7 +176,7 @@ class ReplayBuffer:
         first. Raises `TakeTimeout` after `timeout` seconds, `EndOfData` when a task has ended,
         `PartFailed` when a part died.
         """
-        _check_need(need)
+        need = check_need(need)
         self.settle(owner)
         await self.refresh(train_step)
         try:
@@ -190,7 +185,7 @@ class ReplayBuffer:
         except TimeoutError:
             raise TakeTimeout(
                 f"no batch after {timeout} s: need {dict(need)}, in the buffer "
-                f"{self._index.counts()}, lent to producers {len(self._lent)} groups"
+                f"{self._index.counts()}, lent to producers {len(self._away.lent)} groups"
             ) from None
         return self._hand_over(need, train_step, owner)
 
@@ -200,10 +195,8 @@ class ReplayBuffer:
 
         `take` does this for the earlier batches of the same owner.
         """
-        taken = self._taken.get(owner, {})
-        done = [entry for entry in taken.values() if not self._any_alive(entry.group)]
+        done = self._away.pop_trained(owner)
         for entry in done:
-            del taken[entry.group.uid]
             self.accounts.trained(entry.group)
         if done:
             self._changed()
@@ -215,24 +208,19 @@ class ReplayBuffer:
 
         `take` does this; a driver that knows of a death calls `owner_died`. -> groups.
         """
-        if not any(self._taken.values()):
+        if not self._away.takers:
             return 0
         self._store.sweep()
-        sessions, offered = self._store.sessions, 0
-        for taken in self._taken.values():
-            for entry in list(taken.values()):
-                ids = entry.group.session_ids
-                if all(sid in sessions and sessions.owner(sid) == self.owner for sid in ids):
-                    del taken[entry.group.uid]
-                    self._add(entry.group, entry.seq)
-                    offered += 1
-        if offered:
+        fallen = self._away.pop_fallen()
+        for entry in fallen:
+            self._add(entry.group, entry.seq)
+        if fallen:
             self._changed()
-        return offered
+        return len(fallen)
 
     def settle_all(self) -> None:
         """`settle` for everyone who took a batch."""
-        for owner in list(self._taken):
+        for owner in self._away.takers:
             self.settle(owner)
 
     # -- both ------------------------------------------------------------------------------------
@@ -273,9 +261,7 @@ class ReplayBuffer:
     def held(self) -> dict[str, int]:
         """Rollouts per task that are in the buffer, lent out, or taken and not yet settled."""
         held = dict(self._index.n_rollouts)
-        lent = (entry for entry, _ in self._lent.values())
-        taken = (entry for entries in self._taken.values() for entry in entries.values())
-        for entry in (*lent, *taken):
+        for entry in self._away:
             task = entry.group.task
             held[task] = held.get(task, 0) + len(entry.group.rollouts)
         return {task: count for task, count in held.items() if count}
@@ -307,19 +293,18 @@ class ReplayBuffer:
         self.settle(owner)
         sessions = self._store.sessions
         offered = 0
-        for entry in self._taken.pop(owner, {}).values():
+        for entry in self._away.pop_taken(owner):
             ids = entry.group.session_ids
             # Those that the heir rule has moved already are `replay`'s; the rest move now.
             sessions.transfer(ids, src=owner, dst=self.owner, strict=False)
-            if all(sid in sessions and sessions.owner(sid) == self.owner for sid in ids):
+            if self._away.is_mine(ids):
                 self._add(entry.group, entry.seq)
                 offered += 1
             else:
                 sessions.release(ids, owner=self.owner)
                 self.accounts.cancelled(entry.group)
-        lost = [entry.group for entry, holder in self._lent.values() if holder == owner]
+        lost = [entry.group for entry in self._away.pop_lent(owner)]
         for group in lost:
-            del self._lent[group.uid]
             self.accounts.cancelled(group)
         sessions.release_owned(owner)
         self._changed()
@@ -347,10 +332,9 @@ class ReplayBuffer:
         are part of it.
         """
         self.settle_all()
-        rows = [(entry.seq, entry.group) for entry in self._index]
-        rows += [(e.seq, e.group) for taken in self._taken.values() for e in taken.values()]
+        rows = [(entry.seq, entry.group) for entry in (*self._index, *self._away.taken)]
         # Their sessions are being written to: of members under way only the prompt is certain.
-        rows += [(entry.seq, _without_unfinished(entry.group)) for entry, _ in self._lent.values()]
+        rows += [(entry.seq, _without_unfinished(entry.group)) for entry in self._away.lent]
         rows.sort(key=lambda row: row[0])
         return snapshots.freeze(
             self._store,
@@ -405,8 +389,8 @@ class ReplayBuffer:
             return Status.EXPIRED
         with self._lock:
             self._store.sessions.transfer(group.session_ids, src=owner, dst=self.owner, strict=True)
-            lent = self._lent.pop(group.uid, None)
-            seq = lent[0].seq if lent else self._new_seq()
+            lent = self._away.take_back(group.uid)
+            seq = lent.seq if lent else self._new_seq()
             if not stale:
                 self._index.add(group, seq, deadline)
         self._book_put(group, lent)
@@ -420,13 +404,26 @@ class ReplayBuffer:
         """FAILED, FILTERED and droppable EXPIRED groups: counted, then released; never filed
         (L09).
         """
-        self._book_put(group, self._lent.pop(group.uid, None))
+        self._refuse_foreign(group, owner)
+        self._book_put(group, self._away.take_back(group.uid))
         self.accounts.ended(group, status)
         self._store.sessions.release(group.session_ids, owner=owner)
         self._changed()
 
-    def _book_put(self, group: Group, lent: tuple[Entry, str] | None) -> None:
-        self.accounts.put(group, first=lent is None, before=lent[0].group if lent else None)
+    def _refuse_foreign(self, group: Group, owner: str) -> None:
+        """Sessions that are gone do not matter to a group that ends; those of others do (L04)."""
+        sessions = self._store.sessions
+        live = [sid for sid in group.session_ids if sid in sessions]
+        foreign = [sid for sid in live if sessions.owner(sid) != owner]
+        if foreign:
+            raise NotOwner(
+                f"group {group.uid!r} of {owner!r} cannot end: {foreign[0]!r} is owned by "
+                f"{sessions.owner(foreign[0])!r}",
+                tuple(foreign),
+            )
+
+    def _book_put(self, group: Group, lent: Entry | None) -> None:
+        self.accounts.put(group, first=lent is None, before=lent.group if lent else None)
 
     def _drop(self, entries: Sequence[Entry]) -> None:
         """Already out of the index; one call releases all their sessions, outside the lock
@@ -466,7 +463,7 @@ class ReplayBuffer:
                         entries.append(entry)
                 ids = [sid for entry in entries for sid in entry.group.session_ids]
                 self._store.sessions.transfer(ids, src=self.owner, dst=owner, strict=True)
-            self._taken.setdefault(owner, {}).update((e.group.uid, e) for e in entries)
+            self._away.take(entries, owner)
             report = self.accounts.window.close(self._index.counts())
         self._changed()
         return Batch(tuple(entry.group for entry in entries), report, train_step)
@@ -499,20 +496,18 @@ class ReplayBuffer:
         for listener in self._listeners:
             listener()
 
-    def _check_group(self, group: Group) -> None:
-        unfinished = [r.uid for r in group.rollouts if r.status is Status.INIT]
-        if unfinished:
-            raise BadGroup(f"rollouts {unfinished} of group {group.uid!r} are still INIT")
-        if group.uid in self._index or any(group.uid in taken for taken in self._taken.values()):
-            raise BadGroup(f"group {group.uid!r} is in the buffer already; each uid is put once")
-
     def _described(self, group: Group) -> Group:
-        """With its size, and with what its traces say where the producer left it out."""
-        members = [
-            self._traces.describe(r) if not (r.leaves or r.n_prompt_tokens) else r
-            for r in group.rollouts
-        ]
-        return group.evolve(rollouts=tuple(members), nbytes=self._measure(group))
+        """With what its traces say where the producer left it out."""
+        sessions = self._store.sessions
+        bare = [not (r.leaves or r.n_prompt_tokens) for r in group.rollouts]
+        if not any(bare):
+            return group
+        return group.with_rollouts(
+            [
+                self._traces.describe(r) if lacks and r.session_id in sessions else r
+                for r, lacks in zip(group.rollouts, bare, strict=True)
+            ]
+        )
 
     def _measure(self, group: Group) -> int:
         """Bytes that the sessions of a group hold, an object shared by several once."""
@@ -520,27 +515,11 @@ class ReplayBuffer:
         refs = {entry.ref for sid in group.session_ids for entry in objects(sid)}
         return sum(ref.nbytes for ref in refs)
 
-    def _any_alive(self, group: Group) -> bool:
-        sessions = self._store.sessions
-        return any(sid in sessions for sid in group.session_ids)
-
 
 def _parse_expiry(expiry: Expiry | str | None) -> Expiry:
     if isinstance(expiry, Expiry):
         return expiry
     return Expiry() if expiry is None else Expiry(action=ExpiryAction.parse(expiry))
-
-
-def _check_need(need: Mapping[str, int]) -> None:
-    if not isinstance(need, Mapping):
-        raise ReplayError(f"take needs a mapping of task to number of groups, not {need!r}")
-    wrong = {
-        task: count
-        for task, count in need.items()
-        if not isinstance(task, str) or type(count) is not int or count < 1
-    }
-    if not need or wrong:
-        raise ReplayError(f"take needs at least one group of each task asked for, not {dict(need)}")
 
 
 def _without_unfinished(group: Group) -> Group:

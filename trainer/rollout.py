@@ -272,11 +272,13 @@ class Segment:
 
     token_ids int32 [n]; labels int32 [n], equal to the token where the policy sampled it and it is
     trained on, else `IGNORE_LABEL`; logprobs float32 [n], 0.0 where not sampled; model_steps int32
-    [n], -1 where not sampled; routed_experts uint8 or uint16 [n, layers, top_k] or None. `n_routed`
-    rows of it are known: an engine does not know the row of the last token that it sampled until
-    the next turn feeds it back.
+    [n], -1 where not sampled; routed_experts uint8 or uint16 [n, layers, top_k] or None (wider
+    integers are narrowed to what holds the largest index). `n_routed` rows of it are known: an
+    engine does not know the row of the last token that it sampled until the next turn feeds it
+    back.
 
-    Arrays of another dtype are converted once, here; `BadSegment` says which array does not fit.
+    Arrays of another dtype or with gaps are converted once, here; `BadSegment` says what does not
+    fit.
     """
 
     token_ids: NDArray[np.int32]
@@ -293,11 +295,17 @@ class Segment:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise BadSegment(f"text is {self.text!r}; a str is needed")
+        if not self.text.isascii():
+            _check_utf8(self.text)
         n = np.size(self.token_ids)
         for name, dtype in _COLUMNS:
             given = getattr(self, name)
-            # The common case (an engine's own arrays) costs two comparisons and no call.
-            if type(given) is not np.ndarray or given.dtype is not dtype:
+            # The common case (an engine's own arrays) costs a few comparisons and no call.
+            if (
+                type(given) is not np.ndarray
+                or given.dtype is not dtype
+                or not given.flags.c_contiguous
+            ):
                 given = _converted(name, given, dtype)
                 object.__setattr__(self, name, given)
             if given.shape != (n,):
@@ -313,32 +321,28 @@ class Segment:
                 raise BadSegment("n_routed or routed_before is given, but routed_experts is None")
             object.__setattr__(self, "n_routed", 0)
             return
-        if not isinstance(routed, np.ndarray) or not isinstance(
-            self.routed_before, (np.ndarray, type(None))
-        ):
-            raise BadSegment("routed_experts and routed_before must be numpy arrays")
-        if routed.ndim != 3 or routed.dtype not in (_UINT8, _UINT16):
-            raise BadSegment(
-                f"routed_experts has shape {routed.shape} and type {routed.dtype}; "
-                "need [tokens, layers, top_k] of uint8 or uint16 (see narrowest_unsigned)"
-            )
+        routed = _narrowed("routed_experts", routed)
+        before = self.routed_before
+        if before is not None:
+            before = _narrowed("routed_before", before)
+            if before.dtype is not routed.dtype:
+                routed, before = (part.astype(_UINT16, copy=False) for part in (routed, before))
         if not n - 1 <= len(routed) <= n:
             raise BadSegment(
                 f"routed_experts has {len(routed)} rows for {n} tokens; "
                 "allowed are all rows, or all but the last"
             )
-        before = self.routed_before
-        if before is not None and (
-            before.shape[1:] != routed.shape[1:] or before.dtype != routed.dtype
-        ):
+        if before is not None and before.shape[1:] != routed.shape[1:]:
             raise BadSegment(
-                f"routed_before is {before.dtype} {before.shape}, but routed_experts is "
-                f"{routed.dtype} {routed.shape}: type, layers and top_k must be the same"
+                f"routed_before has shape {before.shape}, but routed_experts {routed.shape}: "
+                "layers and top_k must be the same"
             )
         known = len(routed) if self.n_routed < 0 else self.n_routed
         if not 0 <= known <= len(routed):
             raise BadSegment(f"n_routed is {known}, but routed_experts has {len(routed)} rows")
         object.__setattr__(self, "n_routed", known)
+        object.__setattr__(self, "routed_experts", routed)
+        object.__setattr__(self, "routed_before", before)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -372,6 +376,37 @@ class Trace:
     def n_trainable(self) -> int:
         """Tokens that carry a label."""
         return int(np.count_nonzero(self.labels != IGNORE_LABEL))
+
+
+def _check_utf8(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadSegment(f"text cannot be stored as UTF-8: {error}") from error
+
+
+def _narrowed(name: str, given: object) -> NDArray[np.uint8] | NDArray[np.uint16]:
+    """Routing without gaps in uint8 or uint16; what an engine gives in a wider type is narrowed."""
+    array = given if isinstance(given, np.ndarray) else _as_array(name, given)
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        raise BadSegment(
+            f"{name} has shape {array.shape} and type {array.dtype}; need [tokens, layers, top_k] "
+            "of whole numbers"
+        )
+    dtype: np.dtype[Any] = array.dtype
+    if dtype is not _UINT8 and dtype is not _UINT16:
+        low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
+        if low < 0 or high >= 1 << 16:
+            raise BadSegment(f"{name} go from {low} to {high}; experts are numbered 0 to 65535")
+        dtype = narrowest_unsigned(high + 1)
+    return np.ascontiguousarray(array, dtype=dtype)
+
+
+def _as_array(name: str, given: object) -> NDArray[Any]:
+    try:
+        return np.asarray(given)
+    except (ValueError, TypeError) as error:
+        raise BadSegment(f"{name} is no array: {error}") from error
 
 
 def _converted(name: str, given: object, dtype: np.dtype[Any]) -> NDArray[Any]:

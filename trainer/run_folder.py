@@ -18,12 +18,13 @@ paths from it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._config: Config | None = None
 
     @classmethod
     def create(cls, config: Config, name: str) -> RunFolder:
@@ -114,12 +116,16 @@ class RunFolder:
         return self.path / "hf" / f"{_STEP}{step}"
 
     def config(self, overrides: tuple[str, ...] = ()) -> Config:
-        """The run's own configuration."""
-        return load(self.config_file, overrides)
+        """The run's own configuration, read and checked once. Raises ConfigMistakes."""
+        if self._config is None or overrides:
+            self._config = load(self.config_file, overrides)
+        return self._config
 
     def write_config(self, config: Config) -> None:
-        """Writes the resolved configuration."""
+        """Writes the resolved configuration, which is the run's from now on."""
         import yaml
+
+        self._config = config
 
         text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True, width=100)
         write_atomically(self.config_file, text)
@@ -130,27 +136,30 @@ class RunFolder:
 
     # ------------------------------------------------------------------------------- checkpoints
 
-    @contextmanager
-    def new_checkpoint(self, step: int) -> Iterator[Path]:
+    @asynccontextmanager
+    async def new_checkpoint(self, step: int) -> AsyncIterator[Path]:
         """A folder to fill; on leaving the block it becomes `step-N` and then `latest`.
 
         When the block raises (disk full, say) the partial folder is removed and `latest` is
-        untouched.
+        untouched. The disk is waited for in a thread: the loop has producers to serve.
         """
-        final = self.checkpoints / f"{_STEP}{step}"
         draft = self.checkpoints / f".{_STEP}{step}.{os.getpid()}.tmp"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
             yield draft
-            _sync_tree(draft)
-            if final.exists():
-                shutil.rmtree(final)
-            draft.rename(final)
-            _sync_folder(self.checkpoints)
+            await _to_the_end(self._keep, draft, self.checkpoints / f"{_STEP}{step}")
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
+
+    def _keep(self, draft: Path, final: Path) -> None:
+        """Makes a whole draft the newest checkpoint."""
+        _sync_tree(draft)
+        if final.exists():
+            shutil.rmtree(final)
+        draft.rename(final)
+        _sync_folder(self.checkpoints)
         write_atomically(self.checkpoints / _LATEST, final.name + "\n")
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
@@ -198,6 +207,18 @@ class RunFolder:
             if int(record.get("train_step", 0)) <= step:
                 kept.append(line)
         write_atomically(self.metrics_file, "".join(f"{line}\n" for line in kept))
+
+
+async def _to_the_end(work: Callable[..., None], *arguments: Path) -> None:
+    """Runs `work` in a thread and waits for it, also when cancelled: it must not be left half done
+    by whoever cleans up next.
+    """
+    job = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        await asyncio.shield(job)
+    except asyncio.CancelledError:
+        await asyncio.wait((job,))
+        raise
 
 
 def default_run_name(config_path: Path) -> str:

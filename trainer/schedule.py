@@ -163,7 +163,7 @@ class _Run:
             await self.dispatcher.must_sync_first(step)
             and self.dispatcher.model_step < self._trained
         ):
-            await self.sync_in_flight_or_paused(self._trained)
+            await self.sync(self._trained)
         started = self._loop.time()
         batch = await self.dispatcher.take(
             step, owner=self.config.learner, timeout=self.config.take_timeout_s
@@ -217,33 +217,42 @@ class _Run:
         await self.parts.sync_weights(step, mode)
         await self.dispatcher.set_steps(train_step=step + 1, model_step=step)
 
-    async def after_sync(self, step: int) -> None:
-        """Evaluation and checkpoint, when due."""
-        config = self.config
-        if config.evaluate_every and step % config.evaluate_every == 0:
+    async def evaluate_due(self, step: int) -> None:
+        """Evaluation, when due."""
+        every = self.config.evaluate_every
+        if every and step % every == 0:
             await self.parts.evaluate(step)
-        if config.checkpoint_every and step % config.checkpoint_every == 0:
-            await self.parts.checkpoint(step)
 
-    async def sync_in_flight_or_paused(self, step: int) -> PauseReport | None:
-        """Take the weights of `step` while producers are running (L20)."""
+    async def sync(self, step: int) -> tuple[PauseReport | None, float]:
+        """Take the weights of `step` while producers are running (L20), then evaluate when due.
+
+        -> the pause, and seconds until the engines had the weights.
+        """
+        started = self._loop.time()
         if self.config.sync_mode == "in_flight":
             await self.take_weights(step, "in_flight")
-            await self.after_sync(step)
-            return None
+            sync_s = self._loop.time() - started
+            await self.evaluate_due(step)
+            return None, sync_s
         report = await self.pause()
         try:
             await self.take_weights(step, "pause")
-            await self.after_sync(step)
+            sync_s = self._loop.time() - started
+            await self.evaluate_due(step)
         finally:
             await self.resume()
-        return report
+        return report, sync_s
 
     async def finish_step(self, report: StepReport) -> None:
-        """Check the books, then tell."""
+        """Check the books, tell, and then the checkpoint when due: a run that dies right after it
+        resumes behind a step that was told.
+        """
         self.dispatcher.check_books()
         if self.parts.on_step is not None:
             await self.parts.on_step(report)
+        every = self.config.checkpoint_every
+        if every and report.train_step % every == 0:
+            await self.parts.checkpoint(report.train_step)
 
 
 async def _run_async(run: _Run) -> None:
@@ -254,9 +263,7 @@ async def _run_async(run: _Run) -> None:
         metrics, train_s, batch = await run.train(step, batch)
         sync_s, pause = 0.0, None
         if step % run.config.sync_interval == 0:
-            started = asyncio.get_running_loop().time()
-            pause = await run.sync_in_flight_or_paused(step)
-            sync_s = asyncio.get_running_loop().time() - started
+            pause, sync_s = await run.sync(step)
         await run.finish_step(
             StepReport(step, metrics, batch.report, wait_s, train_s, sync_s, pause)
         )
@@ -278,22 +285,15 @@ async def _run_sync(run: _Run) -> None:
         started = asyncio.get_running_loop().time()
         if devices is not None:
             await devices.to_engine()
+        await run.parts.sync_weights(step, "pause")
+        sync_s = asyncio.get_running_loop().time() - started
+        await run.evaluate_due(step)
         # The checkpoint comes before anything may be drawn for the next step: what a resumed run
         # draws is then exactly what this one does.
-        await run.parts.sync_weights(step, "pause")
-        await run.after_sync(step)
-        await run.dispatcher.set_steps(train_step=step + 1, model_step=step)
         await run.finish_step(
-            StepReport(
-                step,
-                metrics,
-                batch.report,
-                wait_s,
-                train_s,
-                asyncio.get_running_loop().time() - started,
-                pause,
-            )
+            StepReport(step, metrics, batch.report, wait_s, train_s, sync_s, pause)
         )
+        await run.dispatcher.set_steps(train_step=step + 1, model_step=step)
         if step != run.config.steps:
             await run.resume()
 

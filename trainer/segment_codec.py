@@ -7,9 +7,10 @@ carries `text` (UTF-8, padded with zeros to a size class), `text_nbytes`, `n_rou
 report with it (the last token of the turn before).
 
 Writing through pyarrow costs more than copying the payload. So the two messages of the stream are
-made once per shape by pyarrow, kept, and patched: only lengths in fixed places and the text change.
-Every kept template was compared, byte for byte, with what pyarrow writes for the same batch, so a
-pyarrow that lays out messages in another way is noticed at once and pyarrow's own bytes are used.
+made once per shape by pyarrow, kept, and cut where text, counts and rows stand: a segment is those
+cuts with its own arrays between them, gathered straight into the arena. What is kept was first read
+back by pyarrow and compared, so a pyarrow that lays out messages in another way is noticed at once,
+and pyarrow's own bytes are used.
 
 Behind the end of the stream, where no Arrow reader looks, lies a trailer with the places of all
 parts, so that a trace is assembled without pyarrow as well: reading through it costs a hundred
@@ -22,9 +23,9 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -37,20 +38,20 @@ __all__ = ["Columns", "encode", "is_segment", "read", "to_batch", "view"]
 
 Routing = NDArray[np.uint8] | NDArray[np.uint16]
 
-#: Shapes (tokens, layers, text size class ...) of which the message templates are kept.
-TEMPLATES_MAX = 4096
+#: Shapes (tokens, layers, text size class ...) of which pyarrow's messages are kept.
+SHAPES_MAX = 4096
 #: The smallest class of text sizes; classes double, so a template serves many texts.
 _TEXT_CLASS_MIN = 64
-#: Decimal digits in which counts stand in the metadata; patched in place.
+#: Decimal digits in which counts stand in the metadata.
 _DIGITS = 10
 #: End of stream mark; whole payload, n, body_at, n_routed; layers, top_k, itemsize, n_before;
-#: text_at, text_nbytes, before_at; magic.
-_TRAILER = struct.Struct("<8s QIII HHHH III 8s")
+#: text_at, before_at; magic; text size in digits.
+_TRAILER = struct.Struct("<8s QIII HHHH II 8s 10s")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-_MAGIC = b"segment1"
+_MAGIC = b"segment2"
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
-_PADDING = b"\0" * 8
+_NOTHING = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,123 +104,67 @@ class _Shape:
         """Bytes of one expert index; 0 without routing."""
         return 0 if self.dtype is None else 2 if self.dtype == "uint16" else 1
 
-
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """Messages of one shape; places in the schema message where values are patched in."""
-
-    schema_message: bytes
-    batch_message: bytes
-    text_at: int
-    text_nbytes_at: int
-    n_routed_at: int
-    before_at: int
-    body_nbytes: int
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of the routing of one token."""
+        return self.layers * self.top_k * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """A template made ready for all segments of the same key: only text and `routed_before`
-    vary.
-    """
+class _Frame(NamedTuple):
+    """What surrounds the varying parts of all segments of one layout; see `encode`."""
 
     head: bytes
-    batch_message: bytes
-    text_at: int
-    text_nbytes_at: int
-    before_at: int
-    routing_tail: bytes
-    trailer: bytes
+    text_class: int
+    before_rows: bytes
+    before_digits: bytes
+    to_body: bytes
+    pad: bytes
+    tail: bytes
 
 
-#: Frames by (tokens, routing, rows before, known rows, text class); emptied when it is full.
+#: Frames by tokens, text class and, where there is routing, its shape; emptied when it is full.
 _FRAMES: dict[tuple[Any, ...], _Frame] = {}
 FRAMES_MAX = 8192
 
 
 def encode(segment: Segment) -> Sequence[Any]:
-    """The segment as buffers whose concatenation is one Arrow IPC stream."""
-    text = segment.text.encode()
-    n_text = len(text)
-    routed, before = segment.routed_experts, segment.routed_before
-    # Inserting is on the path of every turn: one lookup, then a copy of the head to patch.
-    key = (
-        segment.token_ids.size,
-        None if routed is None else (routed.shape, routed.itemsize),
-        0 if before is None else len(before),
-        segment.n_routed,
-        _text_class(n_text),
-    )
-    frame = _FRAMES.get(key)
-    if frame is None:
-        template = _template(_shape_of(segment, n_text))
-        if template is None:
-            return _encode_by_pyarrow(segment)
-        frame = _keep(key, _frame_of(template, segment))
-    head = bytearray(frame.head)
-    head[frame.text_at : frame.text_at + n_text] = text
-    head[frame.text_nbytes_at : frame.text_nbytes_at + _DIGITS] = b"%010d" % n_text
-    if before is not None:
-        rows = before.tobytes()
-        head[frame.before_at : frame.before_at + len(rows)] = rows
-    trailer = frame.trailer + n_text.to_bytes(4, "little") + _MAGIC
-    columns = segment.token_ids, segment.labels, segment.logprobs, segment.model_steps
-    if segment.token_ids.size & 1:
-        a, b, c, d = columns
-        pad = _PADDING[:4]
-        parts: list[Any] = [head, frame.batch_message, a, pad, b, pad, c, pad, d, pad]
-    else:
-        parts = [head, frame.batch_message, *columns]
+    """The segment as buffers and texts whose concatenation is one Arrow IPC stream.
+
+    On the path of every turn: one lookup, and a list of what is there already. It costs 1 µs.
+    """
+    text, routed, before = segment.text, segment.routed_experts, segment.routed_before
+    n_text = len(text) if text.isascii() else len(text.encode())
+    n, text_bits = segment.token_ids.size, (n_text - 1).bit_length()
+    key: tuple[Any, ...] = n, text_bits
     if routed is not None:
-        if len(routed):
-            parts.append(routed if routed.flags.c_contiguous else np.ascontiguousarray(routed))
-        if frame.routing_tail:
-            parts.append(frame.routing_tail)
-    parts.append(trailer)
-    return parts
-
-
-def _keep(key: tuple[Any, ...], frame: _Frame) -> _Frame:
-    if len(_FRAMES) >= FRAMES_MAX:
-        _FRAMES.clear()
-    _FRAMES[key] = frame
-    return frame
-
-
-def _frame_of(template: _Template, segment: Segment) -> _Frame:
-    """The template with everything patched that is the same for all segments of one key."""
-    shape = _shape_of(segment, 0)
-    head = bytearray(template.schema_message)
-    at = template.n_routed_at
-    head[at : at + _DIGITS] = b"%010d" % segment.n_routed
-    body_at = len(head) + len(template.batch_message)
-    tail = b""
-    if segment.routed_experts is not None:
-        tail = bytes(_routing_tail(segment.routed_experts, shape.n))
-    trailer = _TRAILER.pack(
-        _END_OF_STREAM,
-        body_at + template.body_nbytes + _TRAILER.size,
-        shape.n,
-        body_at,
-        segment.n_routed,
-        shape.layers,
-        shape.top_k,
-        shape.itemsize,
-        shape.before,
-        template.text_at,
-        template.before_at,
-        0,
-        _MAGIC,
-    )
-    return _Frame(
-        head=bytes(head),
-        batch_message=template.batch_message,
-        text_at=template.text_at,
-        text_nbytes_at=template.text_nbytes_at,
-        before_at=template.before_at,
-        routing_tail=tail,
-        trailer=trailer[: -len(_MAGIC) - 4],
-    )
+        n_before = 0 if before is None else len(before)
+        key = n, text_bits, routed.shape, routed.itemsize, segment.n_routed, n_before
+    frame = _FRAMES.get(key) or _new_frame(key, segment, n_text)
+    if frame is None:
+        return _encode_by_pyarrow(segment)
+    head, text_class, before_rows, before_digits, to_body, pad, tail = frame
+    digits = b"%010d" % n_text
+    return [
+        head,
+        text,
+        bytes(text_class - n_text),
+        before_rows,
+        _NOTHING if before is None else before,
+        before_digits,
+        digits,
+        to_body,
+        segment.token_ids,
+        pad,
+        segment.labels,
+        pad,
+        segment.logprobs,
+        pad,
+        segment.model_steps,
+        pad,
+        _NOTHING if routed is None else routed,
+        tail,
+        digits,
+    ]
 
 
 def view(whole: memoryview) -> Columns | None:
@@ -242,11 +187,12 @@ def view(whole: memoryview) -> Columns | None:
         n_before,
         text_at,
         before_at,
-        text_nbytes,
         magic,
+        digits,
     ) = _TRAILER.unpack_from(whole, len(whole) - _TRAILER.size)
-    if magic != _MAGIC or nbytes > len(whole):
+    if magic != _MAGIC or nbytes > len(whole) or not digits.isdigit():
         return None
+    text_nbytes = int(digits)
     start = len(whole) - nbytes
     at = start + body_at
     column = n * 4 + (n & 1) * 4
@@ -403,38 +349,101 @@ def _encode_by_pyarrow(segment: Segment) -> list[Any]:
     return [batch.schema.serialize(), batch.serialize()]
 
 
-@functools.lru_cache(maxsize=TEMPLATES_MAX)
-def _template(shape: _Shape) -> _Template | None:
-    """The messages of this shape, or None when pyarrow's layout is not the one that we patch."""
+def _new_frame(key: tuple[Any, ...], segment: Segment, n_text: int) -> _Frame | None:
+    """The frame of this segment and all like it, kept; None where pyarrow's layout is another."""
+    shape = _shape_of(segment, n_text)
+    layout = _layout(shape)
+    if layout is None:
+        return None
+    schema = bytearray(layout.schema)
+    at = layout.n_routed_at
+    schema[at : at + _DIGITS] = b"%010d" % segment.n_routed
+    text_end = layout.text_at + shape.text_class
+    rows_end = layout.rows_at + shape.before * shape.row_nbytes
+    body_at = len(schema) + len(layout.batch_head)
+    tail_nbytes = 0
+    if segment.routed_experts is not None:
+        tail_nbytes = _routing_tail(segment.routed_experts, shape.n)
+    trailer = _TRAILER.pack(
+        _END_OF_STREAM,
+        body_at + layout.body_nbytes + _TRAILER.size,
+        shape.n,
+        body_at,
+        segment.n_routed,
+        shape.layers,
+        shape.top_k,
+        shape.itemsize,
+        shape.before,
+        layout.text_at,
+        layout.rows_at,
+        _MAGIC,
+        b"",
+    )
+    if len(_FRAMES) >= FRAMES_MAX:
+        _FRAMES.clear()
+    frame = _FRAMES[key] = _Frame(
+        head=bytes(schema[: layout.text_at]),
+        text_class=shape.text_class,
+        before_rows=bytes(schema[text_end : layout.rows_at]),
+        before_digits=bytes(schema[rows_end : layout.digits_at]),
+        to_body=bytes(schema[layout.digits_at + _DIGITS :]) + layout.batch_head,
+        pad=bytes(shape.n % 2 * 4),
+        tail=bytes(tail_nbytes) + trailer[:-_DIGITS],
+    )
+    return frame
+
+
+class _Layout(NamedTuple):
+    """pyarrow's messages of one shape, and where in the schema message the varying parts stand."""
+
+    schema: bytes
+    batch_head: bytes
+    body_nbytes: int
+    text_at: int
+    rows_at: int
+    digits_at: int
+    n_routed_at: int
+
+
+@functools.lru_cache(maxsize=SHAPES_MAX)
+def _layout(shape: _Shape) -> _Layout | None:
+    """None when pyarrow lays the messages out in another way than we fill them in."""
     if shape.n == 0:
         return None
-    text_mark = b"\x01T" * (shape.text_class // 2)
-    row_nbytes = shape.layers * shape.top_k * (np.dtype(shape.dtype).itemsize if shape.dtype else 1)
-    before_mark = b"\x02" * (shape.before * row_nbytes)
-    metadata = _metadata(shape, text_mark, 1111111111, before_mark)
-    metadata["text_nbytes"] = b"2222222222"
-    schema_message = bytes(_schema(shape, metadata).serialize())
-    marks = (text_mark, b"2222222222", b"1111111111")
-    if any(schema_message.count(mark) != 1 for mark in marks):
+    schema = _schema_message(shape, {})
+    text_at = _place(shape, "text", shape.text_class)
+    digits_at = _place(shape, "text_nbytes", _DIGITS)
+    n_routed_at = _place(shape, "n_routed", _DIGITS)
+    rows_at = digits_at
+    if shape.before:
+        rows_at = _place(shape, "routed_before", shape.before * shape.row_nbytes)
+    if not 0 <= text_at < rows_at <= digits_at or n_routed_at < 0:
         return None
-    batch_message = bytes(_zero_batch(shape).serialize())
+    batch = bytes(_zero_batch(shape).serialize())
     column = shape.n * 4 + -(shape.n * 4) % 8
-    body = 4 * column
-    if shape.dtype is not None:
-        body += shape.n * row_nbytes + -(shape.n * row_nbytes) % 8
-    head = 8 + int.from_bytes(batch_message[4:8], "little")
-    if len(batch_message) != head + body:
+    body_nbytes = 4 * column + shape.n * shape.row_nbytes + -(shape.n * shape.row_nbytes) % 8
+    head = 8 + int.from_bytes(batch[4:8], "little")
+    if len(batch) != head + body_nbytes or not _same_as_pyarrow(shape, schema, batch[:head]):
         return None
-    template = _Template(
-        schema_message=schema_message.replace(text_mark, bytes(shape.text_class)),
-        batch_message=batch_message[:head],
-        text_at=schema_message.index(text_mark),
-        text_nbytes_at=schema_message.index(b"2222222222"),
-        n_routed_at=schema_message.index(b"1111111111"),
-        before_at=schema_message.index(before_mark) if before_mark else 0,
-        body_nbytes=body,
+    return _Layout(schema, batch[:head], body_nbytes, text_at, rows_at, digits_at, n_routed_at)
+
+
+def _schema_message(shape: _Shape, changes: Mapping[str, bytes]) -> bytes:
+    metadata = _metadata(shape, b"", 0, bytes(shape.before * shape.row_nbytes))
+    return bytes(_schema(shape, {**metadata, **changes}).serialize())
+
+
+def _place(shape: _Shape, name: str, nbytes: int) -> int:
+    """Where the value of `name` stands in the schema message; -1 unless in one piece."""
+    low, high = (
+        np.frombuffer(_schema_message(shape, {name: fill * nbytes}), np.uint8)
+        for fill in (b"1", b"2")
     )
-    return template if _same_as_pyarrow(shape, template) else None
+    if len(low) != len(high):
+        return -1
+    differs = np.flatnonzero(low != high)
+    at = int(differs[0]) if len(differs) else -1
+    return at if len(differs) == nbytes == int(differs[-1]) + 1 - at else -1
 
 
 def _zero_batch(shape: _Shape) -> pa.RecordBatch:
@@ -459,8 +468,8 @@ def _sample(shape: _Shape, value: int) -> Segment:
     )
 
 
-def _same_as_pyarrow(shape: _Shape, template: _Template) -> bool:
-    """Whether pyarrow reads from the template's layout just what was put in, column by column."""
+def _same_as_pyarrow(shape: _Shape, schema: bytes, batch_head: bytes) -> bool:
+    """Whether pyarrow reads from this layout just what was put in, column by column."""
     sample = _sample(shape, 3)
     body = b"".join(
         column.tobytes() + b"\0" * (-column.nbytes % 8)
@@ -468,7 +477,7 @@ def _same_as_pyarrow(shape: _Shape, template: _Template) -> bool:
     )
     if sample.routed_experts is not None:
         body += _routing_bytes(sample.routed_experts, shape.n)
-    stream = template.schema_message + template.batch_message + body
+    stream = schema + batch_head + body
     batch = pa.ipc.open_stream(pa.py_buffer(stream)).read_next_batch()
     columns = [column.to_pylist() for column in batch.columns[:4]]
     wanted = [column.to_pylist() for column in to_batch(sample).columns[:4]]

@@ -4,69 +4,56 @@
 `freeze` pins everything that belongs to one moment: it notes the groups and attaches their objects
 to a session of the owner `snapshot`, so that they live on while the learner releases its own
 sessions. `write` copies them to disk in a thread, straight from the arena; producer and learner go
-on meanwhile. `read` brings them back into new sessions.
+on meanwhile. `read` brings them back into new sessions, byte for byte.
 
-Files below the folder; JSON and Arrow IPC only, no pickle:
+The files (`trainer.snapshot_folder` has them whole or absent, with checksums); JSON and Arrow IPC
+only, no pickle:
 
-    snapshot.json            {"format": 1, "data": "data-3f2a"}; replaced last, so it names a whole
-    snapshot or none data-3f2a/state.json     counters, window, whatever the caller added
-    data-3f2a/groups.json    groups in buffer order
-    data-3f2a/sessions.json  session -> [[payload file, batch, parent], ...]
-    data-3f2a/payload-0.arrow    record batches of one schema; their own metadata beside each batch
+    state.json          counters, window, whatever the caller added
+    groups.json         groups in buffer order
+    sessions.json       session -> [[payload file, batch, parent], ...]
+    payload-0.arrow     record batches of one schema; each one's metadata beside it
 
-A kill at any moment leaves the earlier snapshot in force; what it left behind is removed by the
-next write.
+Segments are stored as what they are. Any other value that a session holds (arrays, torch tensors,
+bytes, Arrow data) is a batch of its bytes, with the header that stands before them in the arena. A
+pickled value is refused before anything is written.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
+import itertools
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 
+from shmstore import ArenaDamaged, headers
+from shmstore.headers import Kind
 from trainer import segment_codec
-from trainer.errors import SnapshotError, SnapshotVersion
+from trainer.errors import SnapshotError, TraceError
 from trainer.rollout import Group, Status
+from trainer.snapshot_folder import FORMAT, SnapshotReader, SnapshotWriter, StepHook
 
 if TYPE_CHECKING:
     from shmstore import ObjectRef, Store
 
 __all__ = ["FORMAT", "Frozen", "freeze", "read", "read_state", "write"]
 
-#: Version of the format that `write` writes and `read` reads.
-FORMAT = 1
 #: Under this name a snapshot in the making holds objects.
 OWNER = "snapshot"
 
-_MARKER = "snapshot.json"
-_PARTIAL = ".partial-"
-_DATA = "data-"
-_NDARRAY = b"ndarray"
-_BYTES = b"bytes"
+#: Key of a batch's metadata under which a value that is no record batch keeps its header.
+_HEADER = b"value_header"
+_BYTES = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 
-#: Called before each step of writing with its name; tests kill the process there.
-StepHook = Callable[[str], None]
-
-
-#: What a damaged file leads to, whichever part of it is damaged.
-_DAMAGE = (
-    OSError,
-    msgspec.DecodeError,
-    pa.ArrowException,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-)
+#: What files that are whole but do not fit together lead to.
+_MISFITS = (pa.ArrowException, ArenaDamaged, TraceError, LookupError, TypeError, ValueError)
 
 
 def _no_hook(_: str) -> None:
@@ -115,8 +102,8 @@ def freeze(store: Store, groups: Sequence[Group], state: Mapping[str, Any]) -> F
 
 
 async def write(frozen: Frozen, folder: Path, hook: StepHook = _no_hook) -> None:
-    """Write a frozen moment to `folder` in a thread, then thaw it. `SnapshotError` when the disk
-    refuses.
+    """Write a frozen moment to `folder` in a thread, then thaw it. `SnapshotError` for a value that
+    cannot be kept without pickle, or when the disk refuses.
     """
     try:
         await asyncio.to_thread(_write, frozen, folder, hook)
@@ -138,147 +125,106 @@ async def read(folder: Path, store: Store, owner: str) -> tuple[list[Group], dic
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Only the counters of a snapshot."""
-    state: dict[str, Any] = msgspec.json.decode((_data_folder(folder) / "state.json").read_bytes())
-    return state
+    return SnapshotReader(folder).json("state.json", dict[str, Any])
+
+
+# -- writing -------------------------------------------------------------------------------------
 
 
 def _write(frozen: Frozen, folder: Path, hook: StepHook) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    token = uuid.uuid4().hex[:12]
-    partial = folder / f"{_PARTIAL}{token}"
-    final = folder / f"{_DATA}{token}"
-    try:
-        hook("make folder")
-        partial.mkdir()
-        places = _write_payloads(frozen, partial, hook)
-        _write_json(partial / "sessions.json", _session_table(frozen, places), hook)
-        _write_json(partial / "groups.json", frozen.groups, hook)
-        _write_json(partial / "state.json", frozen.state, hook)
-        hook("rename folder")
-        partial.rename(final)
-        _sync(folder)
-        _write_json(
-            folder / f"{_PARTIAL}{token}.json", {"format": FORMAT, "data": final.name}, hook
-        )
-        hook("replace marker")
-        (folder / f"{_PARTIAL}{token}.json").replace(folder / _MARKER)
-        _sync(folder)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    hook("remove older")
-    _remove_all_but(folder, final.name)
+    _refuse_pickles(frozen)
+    with SnapshotWriter(folder, hook) as writer:
+        writer.json("state.json", frozen.state)
+        writer.json("groups.json", frozen.groups)
+        places = _write_payloads(frozen, writer, hook)
+        table = {
+            session_id: [[*places[ref], parent] for ref, parent in entries]
+            for session_id, entries in frozen.sessions.items()
+        }
+        writer.json("sessions.json", table)
+
+
+def _refuse_pickles(frozen: Frozen) -> None:
+    for session_id, entries in frozen.sessions.items():
+        for position, (ref, _) in enumerate(entries):
+            if headers.unpack(memoryview(frozen.store.pin(ref))).kind is Kind.PICKLE:
+                raise SnapshotError(
+                    f"session {session_id!r} holds a pickled value at position {position}; a "
+                    "snapshot keeps segments, arrays, tensors, bytes and Arrow data, and no pickle"
+                )
 
 
 def _write_payloads(
-    frozen: Frozen, partial: Path, hook: StepHook
+    frozen: Frozen, writer: SnapshotWriter, hook: StepHook
 ) -> dict[ObjectRef, tuple[int, int]]:
     """Each object once, in a file per schema; -> where each object is: (file, batch)."""
     places: dict[ObjectRef, tuple[int, int]] = {}
-    writers: dict[pa.Schema, tuple[int, pa.RecordBatchFileWriter]] = {}
+    numbers: dict[pa.Schema, int] = {}
+    payloads: list[pa.RecordBatchFileWriter] = []
     counts: list[int] = []
-    sinks: list[Any] = []
-    try:
-        for session_id, entries in frozen.sessions.items():
-            for ref, _ in entries:
-                if ref in places:
-                    continue
-                batch = _as_batch(frozen.store.get(ref), session_id)
-                bare = batch.schema.remove_metadata()
-                if bare not in writers:
-                    hook("open payload")
-                    sink = (partial / f"payload-{len(writers)}.arrow").open("wb")
-                    sinks.append(sink)
-                    writers[bare] = (len(counts), pa.ipc.new_file(sink, bare))
-                    counts.append(0)
-                number, writer = writers[bare]
-                hook("write payload")
-                writer.write_batch(
-                    batch.replace_schema_metadata(None), custom_metadata=batch.schema.metadata or {}
-                )
-                places[ref] = (number, counts[number])
-                counts[number] += 1
-        for _, writer in writers.values():
-            hook("close payload")
-            writer.close()
-        for sink in sinks:
-            sink.flush()
-            os.fsync(sink.fileno())
-    finally:
-        for sink in sinks:
-            sink.close()
+    with ExitStack() as closing:
+        for ref, _ in itertools.chain.from_iterable(frozen.sessions.values()):
+            if ref in places:
+                continue
+            batch = _as_batch(frozen.store, ref)
+            bare = batch.schema.remove_metadata()
+            number = numbers.setdefault(bare, len(numbers))
+            if number == len(payloads):
+                sink = writer.file(f"payload-{number}.arrow")
+                payloads.append(closing.enter_context(pa.ipc.new_file(sink, bare)))
+                counts.append(0)
+            hook("write payload")
+            payloads[number].write_batch(
+                batch.replace_schema_metadata(None), custom_metadata=batch.schema.metadata or {}
+            )
+            places[ref] = number, counts[number]
+            counts[number] += 1
+        hook("end payloads")
     return places
 
 
-def _session_table(
-    frozen: Frozen, places: Mapping[ObjectRef, tuple[int, int]]
-) -> dict[str, list[list[int | None]]]:
-    return {
-        session_id: [[*places[ref], parent] for ref, parent in entries]
-        for session_id, entries in frozen.sessions.items()
-    }
+def _as_batch(store: Store, ref: ObjectRef) -> pa.RecordBatch:
+    """A segment as the record batch that it is, any other value as a batch of its bytes."""
+    whole = memoryview(store.pin(ref))
+    header = headers.unpack(whole)
+    if header.kind is Kind.ARROW:
+        value = store.get(ref)
+        if segment_codec.is_segment(value):
+            return value
+    start, end = header.payload_offset, header.payload_offset + header.payload_bytes
+    schema = _BYTES.with_metadata({_HEADER: bytes(whole[:start])})
+    payload = pa.array(np.frombuffer(whole[start:end], np.uint8))
+    return pa.RecordBatch.from_arrays([payload], schema=schema)
 
 
-def _as_batch(value: Any, session_id: str) -> pa.RecordBatch:
-    """A stored value as a record batch: segments are one already; arrays and bytes are wrapped."""
-    if isinstance(value, pa.RecordBatch):
-        return value
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        flat = np.ascontiguousarray(value)
-        metadata = {
-            b"kind": _NDARRAY,
-            b"dtype": flat.dtype.str.encode(),
-            b"shape": msgspec.json.encode(value.shape),
-        }
-        return _bytes_batch(flat.reshape(-1).view(np.uint8), metadata)
-    if isinstance(value, (bytes, memoryview, bytearray)):
-        return _bytes_batch(np.frombuffer(value, np.uint8), {b"kind": _BYTES})
-    raise SnapshotError(
-        f"session {session_id!r} holds a {type(value).__name__}; a snapshot keeps segments, record "
-        "batches, "
-        "numeric arrays and bytes (no pickle)"
-    )
-
-
-def _bytes_batch(flat: Any, metadata: Mapping[bytes, bytes]) -> pa.RecordBatch:
-    schema = pa.schema([pa.field("raw", pa.uint8(), nullable=False)], metadata=dict(metadata))
-    return pa.RecordBatch.from_arrays([pa.array(flat)], schema=schema)
-
-
-def _from_batch(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes]) -> Any:
-    kind = metadata.get(b"kind") if batch.schema.names == ["raw"] else None
-    if kind == _NDARRAY:
-        dtype = np.dtype(metadata[b"dtype"].decode())
-        shape = msgspec.json.decode(metadata[b"shape"])
-        return batch.column(0).to_numpy(zero_copy_only=True).view(dtype).reshape(shape)
-    if kind == _BYTES:
-        return batch.column(0).to_numpy(zero_copy_only=True).tobytes()
-    return batch.replace_schema_metadata(dict(metadata) or None)
+# -- reading -------------------------------------------------------------------------------------
 
 
 def _read(folder: Path, store: Store, owner: str) -> tuple[list[Group], dict[str, Any]]:
-    data = _data_folder(folder)
+    files = SnapshotReader(folder)
+    groups = files.json("groups.json", list[Group])
+    table = files.json("sessions.json", dict[str, list[tuple[int, int, int | None]]])
+    state = files.json("state.json", dict[str, Any])
+    missing = [s for group in groups for s in group.session_ids if s not in table]
+    if missing:
+        raise SnapshotError(f"the snapshot in {folder} has groups without sessions: {missing[:3]}")
     try:
-        groups = msgspec.json.decode((data / "groups.json").read_bytes(), type=list[Group])
-        table = msgspec.json.decode(
-            (data / "sessions.json").read_bytes(), type=dict[str, list[list[int | None]]]
-        )
-        missing = [s for group in groups for s in group.session_ids if s not in table]
-        if missing:
-            raise KeyError(f"sessions.json lacks {missing[:3]} of groups.json")
-        state = msgspec.json.decode((data / "state.json").read_bytes())
-        _restore_sessions(data, table, store, owner)
-    except _DAMAGE as error:
+        _restore_sessions(files, table, store, owner)
+    except _MISFITS as error:
         raise SnapshotError(
-            f"the snapshot in {folder} cannot be read: {type(error).__name__}: {error}"
+            f"the files of the snapshot in {folder} do not fit together: {type(error).__name__}: "
+            f"{error}"
         ) from error
     return groups, state
 
 
 def _restore_sessions(
-    data: Path, table: Mapping[str, list[list[Any]]], store: Store, owner: str
+    files: SnapshotReader,
+    table: Mapping[str, list[tuple[int, int, int | None]]],
+    store: Store,
+    owner: str,
 ) -> None:
-    readers: dict[int, Any] = {}
+    payloads: dict[int, Any] = {}
     refs: dict[tuple[int, int], ObjectRef] = {}
     opened: list[str] = []
     try:
@@ -287,68 +233,33 @@ def _restore_sessions(
             opened.append(session_id)
             for number, index, parent in rows:
                 ref = refs.get((number, index))
-                if ref is None:
-                    if number not in readers:
-                        source = pa.memory_map(str(data / f"payload-{number}.arrow"))
-                        readers[number] = pa.ipc.open_file(source)
-                    loaded = readers[number].get_batch_with_custom_metadata(index)
-                    value = _from_batch(loaded.batch, dict(loaded.custom_metadata or {}))
-                    ref = refs[number, index] = _put(store, value)
-                store.sessions.attach(session_id, ref, parent=parent)
+                if ref is not None:
+                    store.sessions.attach(session_id, ref, parent=parent)
+                    continue
+                if number not in payloads:
+                    source = pa.memory_map(str(files.path(f"payload-{number}.arrow")))
+                    payloads[number] = pa.ipc.open_file(source)
+                loaded = payloads[number].get_batch_with_custom_metadata(index)
+                metadata = dict(loaded.custom_metadata or {})
+                refs[number, index] = _put(store, loaded.batch, metadata, session_id, parent)
     except BaseException:
         store.sessions.release(opened, owner=owner)
         raise
 
 
-def _put(store: Store, value: Any) -> ObjectRef:
-    """Segments are written as `trainer.trace` writes them, to the byte; the rest as the store
-    does.
-    """
-    if not segment_codec.is_segment(value):
-        return store.put(value)
-    segment = segment_codec.read(value).as_segment()
-    return store.put_stream(segment_codec.encode(segment))
-
-
-def _data_folder(folder: Path) -> Path:
-    marker = folder / _MARKER
-    if not marker.exists():
-        raise SnapshotError(f"{folder} holds no snapshot ({_MARKER} is missing)")
-    try:
-        found = msgspec.json.decode(marker.read_bytes())
-    except msgspec.DecodeError as error:
-        raise SnapshotError(f"{marker} is not JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        version = found.get("format") if isinstance(found, dict) else found
-        raise SnapshotVersion(
-            f"the snapshot in {folder} has format {version!r}; this version reads format {FORMAT}"
-        )
-    return folder / str(found["data"])
-
-
-def _write_json(path: Path, value: Any, hook: StepHook) -> None:
-    hook(f"write {path.name.rpartition('-')[0] or path.name}")
-    with path.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(value), indent=1))
-        file.flush()
-        hook(f"sync {path.name.rpartition('-')[0] or path.name}")
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove_all_but(folder: Path, keep: str) -> None:
-    """Older snapshots and what killed writers left; only names of ours are touched."""
-    for path in folder.iterdir():
-        if path.name == keep or not path.name.startswith((_PARTIAL, _DATA)):
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+def _put(
+    store: Store,
+    batch: pa.RecordBatch,
+    metadata: dict[bytes, bytes],
+    session_id: str,
+    parent: int | None,
+) -> ObjectRef:
+    """Segments are written as `trainer.trace` writes them, and all else as it was, to the byte."""
+    head = metadata.get(_HEADER)
+    if head is None:
+        segment = segment_codec.read(batch.replace_schema_metadata(metadata)).as_segment()
+        return store.put_stream(segment_codec.encode(segment), session=session_id, parent=parent)
+    ref = store.put_parts(head, [batch.column(0).to_numpy()], session_id, None, parent)
+    if headers.unpack(memoryview(store.pin(ref))).kind is Kind.PICKLE:
+        raise ValueError("one of them holds a pickle, and those are never read from disk")
+    return ref

@@ -91,10 +91,15 @@ class Summary:
         """What a checkpoint keeps, so that a resumed run adds up like an uninterrupted one."""
         return {name: getattr(self, name) for name in _TOTALS}
 
+    def begin_again(self) -> None:
+        """Forgets what was trained; `restore` says what of it is in a checkpoint."""
+        self.restore(Summary(self.run).totals())
+
     def restore(self, totals: Mapping[str, Any]) -> None:
         """Goes on from the totals of a checkpoint."""
         for name in _TOTALS:
-            setattr(self, name, totals[name])
+            value = totals[name]
+            setattr(self, name, list(value) if isinstance(value, list) else value)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the series."""

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shmstore import headers
+from shmstore.arrow import STREAM_HEADS
 from trainer import segment_codec
-from trainer.errors import RoutingGap, TraceError, TraceMismatch
+from trainer.errors import BadSegment, RoutingGap, TraceError, TraceMismatch
 from trainer.rollout import NO_MODEL_STEP, Rollout, Segment, Trace
 from trainer.segment_codec import Columns
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from shmstore import Entry, ObjectRef, Store
 
 __all__ = ["Match", "TraceStore"]
+
+#: Stands before the stream of a record batch in the arena.
+_HEAD = STREAM_HEADS["batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,9 @@ class TraceStore:
         `timeout` seconds (None: does not wait). The segment is visible to all processes when this
         returns, and never in part.
         """
-        ref = self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
-        return self._sessions.attach(session_id, ref, parent)
+        _check_segment(segment)
+        parts = segment_codec.encode(segment)
+        return self._store.append_parts(session_id, _HEAD, parts, parent, timeout)
 
     def insert_shared(
         self,
@@ -79,6 +85,7 @@ class TraceStore:
 
         -> its node in each. All sessions get it, or those before the one that is released.
         """
+        _check_segment(segment)
         ref = self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
         return [self._sessions.attach(session_id, ref, parent) for session_id in session_ids]
 
@@ -147,17 +154,16 @@ class TraceStore:
         is left as it is.
         """
         entries = self._objects(rollout.session_id)
-        values = [self._store.get(entry.ref) for entry in entries]
-        if not all(segment_codec.is_segment(value) for value in values):
+        found = [self._columns(entry.ref) for entry in entries]
+        parts = [columns for columns in found if columns is not None]
+        if len(parts) < len(found):
             return rollout
-        parts = [segment_codec.read(value) for value in values]
         sampled = [part.model_steps[part.model_steps != NO_MODEL_STEP] for part in parts]
         first = next((n for n, steps in enumerate(sampled) if len(steps)), len(parts))
         steps = np.concatenate(sampled) if sampled else np.empty(0, np.int32)
-        parents = {entry.parent for entry in entries}
         n_prompt = sum(len(part.token_ids) for part in parts[:first])
         return rollout.evolve(
-            leaves=tuple(n for n in range(first, len(parts)) if n not in parents),
+            leaves=tuple(_leaves_with_samples(entries, sampled)),
             n_prompt_nodes=first,
             n_prompt_tokens=n_prompt,
             n_response_tokens=sum(len(part.token_ids) for part in parts) - n_prompt,
@@ -181,6 +187,17 @@ class TraceStore:
     def _read(self, ref: ObjectRef) -> Columns:
         columns = segment_codec.view(memoryview(self._store.pin(ref)))
         return columns if columns is not None else segment_codec.read(self._store.get(ref))
+
+    def _columns(self, ref: ObjectRef) -> Columns | None:
+        """None for an object that is no segment; nothing of a user's is decoded to find out."""
+        whole = memoryview(self._store.pin(ref))
+        if headers.unpack(whole).kind is not headers.Kind.ARROW:
+            return None
+        columns = segment_codec.view(whole)
+        if columns is not None:
+            return columns
+        value = self._store.get(ref)
+        return segment_codec.read(value) if segment_codec.is_segment(value) else None
 
     def _entry(self, entries: list[Entry], session_id: str, node: int) -> Entry:
         if not 0 <= node < len(entries):
@@ -248,6 +265,23 @@ class TraceStore:
         return best, max(partial, best.length)
 
 
+def _leaves_with_samples(
+    entries: Sequence[Entry], sampled: Sequence[NDArray[np.int32]]
+) -> list[int]:
+    """Leaves of paths on which the model has sampled; there is nothing to train on the others."""
+    has_samples: list[bool] = []
+    for entry, steps in zip(entries, sampled, strict=True):  # a parent stands before its children
+        above = entry.parent is not None and has_samples[entry.parent]
+        has_samples.append(above or bool(len(steps)))
+    parents = {entry.parent for entry in entries}
+    return [n for n, has in enumerate(has_samples) if has and n not in parents]
+
+
+def _check_segment(segment: Segment) -> None:
+    if not isinstance(segment, Segment):
+        raise BadSegment(f"insert takes a Segment, not {type(segment).__name__} {segment!r:.80}")
+
+
 class _Query:
     """A prefix that is looked for: as text or as token ids."""
 
@@ -281,6 +315,8 @@ class _Query:
 
     def around(self, at: int) -> str:
         """What the query has there."""
+        if at >= len(self):
+            return "the query ends there, inside a segment"
         if self.text is not None:
             return f"the query goes on with {self.text[at : at + 40]!r}"
         assert self.tokens is not None
@@ -333,14 +369,10 @@ def _assemble_routing(
             "experts and the others do; either all segments of a trace carry them or none",
             without,
         )
-    kinds = {
-        (p.routed_experts.itemsize, *p.routed_experts.shape[1:])
-        for _, p in filled
-        if p.routed_experts is not None
-    }
+    kinds = {p.routed_experts.shape[1:] for _, p in filled if p.routed_experts is not None}
     if len(kinds) > 1:
         raise RoutingGap(
-            f"session {session_id!r}: routed experts of one path differ in (bytes, layers, top_k): "
+            f"session {session_id!r}: routed experts of one path differ in (layers, top_k): "
             f"{sorted(kinds)}",
             tuple(node for node, _ in filled),
         )

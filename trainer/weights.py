@@ -1,10 +1,12 @@
 """A version of the weights as one object of the arena, in the safetensors format.
 
 Promises one put and no serialization: the learner writes its tensors straight into the object, and
-an engine copies them from its mapping of it into its parameters; to a GPU in one transfer, which is
-asynchronous where the arena can be registered. The object describes itself, and an engine refuses
-one that does not fit its model before it changes anything. The session that `publish` names keeps
-the object alive; whoever owns that session releases it when the last engine has moved on.
+an engine copies them from its mapping of it into its parameters. From and to a GPU the arena's
+memory is page-locked (`shmstore.device`), no second copy of the weights is made on the way, and an
+engine's swap stands in the order of its stream, between two decode steps. The object describes
+itself, and an engine refuses one that does not fit its model before it changes anything. The
+session that `publish` names keeps the object alive; whoever owns that session releases it when the
+last engine has moved on.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from shmstore import ObjectRef, Store
+from shmstore.device import Copies
 from trainer.engine.protocol import WeightsVersion
 from trainer.errors import EngineError
 
@@ -63,8 +66,10 @@ def publish(
     with store.build((size,), torch.uint8, session, timeout) as draft:
         blob = draft.tensor
         blob[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        for name, place in places.items():
-            blob[place.start : place.stop].view(place.dtype).copy_(tensors[name].reshape(-1))
+        with Copies(store, _device_of(tensors)) as copies:
+            for name, place in places.items():
+                sink = blob[place.start : place.stop].view(place.dtype)
+                copies.download(tensors[name].reshape(-1), sink)
     return WeightsVersion(ref=bytes(draft.ref), model_step=model_step, nbytes=size)
 
 
@@ -73,21 +78,20 @@ def load_into(model: Any, store: Store, version: WeightsVersion) -> None:
 
     Raises WeightsMismatch, or ObjectFreed of shmstore when the version is gone.
     """
-    blob: torch.Tensor = store.get(
-        ObjectRef.from_bytes(version.ref), device=None if _on_cpu(model) else model.device
-    )
+    blob: torch.Tensor = store.get(ObjectRef.from_bytes(version.ref))
     places = _read_layout(blob)
     targets = dict(model.named_parameters())
     _check(targets, places, version)
-    with torch.no_grad():
+    with torch.no_grad(), Copies(store, _device_of(targets)) as copies:
         for name, target in targets.items():
             place = places[name]
             source = blob[place.start : place.stop].view(place.dtype).view(place.shape)
-            target.copy_(source)
+            copies.upload(source, target)
 
 
-def _on_cpu(model: Any) -> bool:
-    return torch.device(model.device).type == "cpu"
+def _device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    """The one device that a model is on."""
+    return next(iter(tensors.values())).device
 
 
 def _plan(

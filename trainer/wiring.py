@@ -1,7 +1,7 @@
 """Makes the parts of a run and connects them: the one place where they meet.
 
-Owns: the runtime, the processes, their cores and environment, and the order in which all of
-it ends. Each part is a small object that knows only its own handles. Promises: on leaving
+Owns: the runtime, the processes, their cores, devices and environment, and the order in which all
+of it ends. Each part is a small object that knows only its own handles. Promises: on leaving
 `open_parts`, also by an error or a cancellation, every process has ended.
 
 Called by `trainer.fit` and `trainer.eval_run`, in the driver.
@@ -10,19 +10,20 @@ Called by `trainer.fit` and `trainer.eval_run`, in the driver.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import actors
+from actors.placement import detect_gpus
 from trainer.config import Config
 from trainer.engine_actor import EngineActor, EngineSetup
 from trainer.learner_actor import WEIGHTS_OWNER, LearnerActor, LearnerSetup
 from trainer.learner_link import LearnerLink
 from trainer.learner_state import STATE_OWNER
-from trainer.placement import plan_cores, thread_environment
+from trainer.placement import plan_cores, plan_devices, replica_devices, thread_environment
 from trainer.producer_actor import ProducerActor, ProducerSetup
 from trainer.producer_link import ProducerLink
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from actors import Runtime
     from shmstore import Store
 
-__all__ = ["PRODUCER_OWNER", "Parts", "open_parts"]
+__all__ = ["PRODUCER_OWNER", "Parts", "check_devices", "open_parts"]
 
 PRODUCER_OWNER = "producer-0"
 
@@ -55,10 +56,18 @@ class Parts:
 
 @asynccontextmanager
 async def open_parts(
-    config: Config, name: str, store: Store, logs: Path, note: Callable[[str], None]
+    config: Config,
+    name: str,
+    store: Store,
+    logs: Path,
+    note: Callable[[str], None],
+    gpus: Sequence[str] | None = None,
 ) -> AsyncIterator[Parts]:
-    """Starts the processes of run `name` on its arena; ends them all on leaving."""
-    plan = _Plan(config)
+    """Starts the processes of run `name` on its arena; ends them all on leaving.
+
+    gpus: as in `check_devices`. Raises ConfigError before any process starts.
+    """
+    plan = _Plan(config, gpus)
     store.sessions.bind(STATE_OWNER, heir=None)
     store.sessions.bind(WEIGHTS_OWNER, heir=None)
     async with actors.Runtime(store=store, name=name, log_dir=logs, forward_logs=False) as rt:
@@ -67,8 +76,7 @@ async def open_parts(
             LearnerSetup(config, plan.cores["learner"]),
             name="learner",
             restart=plan.restart,
-            env=thread_environment(plan.cores["learner"]),
-            gpus=plan.gpus(config.learner.device),
+            env=plan.environment("learner"),
         )
         engines = {
             engine: await rt.spawn(
@@ -76,8 +84,7 @@ async def open_parts(
                 EngineSetup(config, plan.cores[engine], index),
                 name=engine,
                 restart=plan.restart,
-                env=thread_environment(plan.cores[engine]),
-                gpus=plan.gpus(config.engine.device),
+                env=plan.environment(engine),
             )
             for index, engine in enumerate(plan.engines)
         }
@@ -86,8 +93,7 @@ async def open_parts(
             ProducerSetup(config, PRODUCER_OWNER, plan.cores["producer"]),
             name="producer",
             restart=plan.restart,
-            env=thread_environment(plan.cores["producer"]),
-            gpus=plan.gpus(config.engine.device) if config.engine.inline else 0,
+            env=plan.environment("producer"),
         )
         yield Parts(
             rt,
@@ -97,26 +103,45 @@ async def open_parts(
         )
 
 
-class _Plan:
-    """Which process gets which cores, and how often it may be started again."""
+def check_devices(config: Config, gpus: Sequence[str] | None = None) -> None:
+    """Raises ConfigError when the run needs a device that is not there.
 
-    def __init__(self, config: Config) -> None:
-        engine = config.engine
+    gpus: what CUDA calls the devices that the run may use; None: those of the machine.
+    """
+    _Plan(config, gpus)
+
+
+class _Plan:
+    """Which process gets which cores and which device, and how often it may be started again."""
+
+    def __init__(self, config: Config, gpus: Sequence[str] | None) -> None:
+        engine, learner = config.engine, config.learner
         self.engines = (
             () if engine.inline else tuple(f"engine-{index}" for index in range(engine.replicas))
         )
-        wanted = [("learner", config.learner.threads)]
-        wanted += [(name, engine.threads) for name in self.engines]
+        generating = ("producer",) if engine.inline else self.engines
+        wanted = [("learner", learner.threads)]
         # Without an engine of its own the producer computes little: it shares the other cores.
-        wanted += [("producer", engine.threads)] if engine.inline else []
+        wanted += [(name, engine.threads) for name in generating]
         available = sorted(os.sched_getaffinity(0))
         self.cores = plan_cores(wanted, available, pin=config.run.pin)
         if not engine.inline:
             self.cores |= plan_cores([("producer", 1)], available, pin=False)
+        devices = [("learner", learner.device)]
+        devices += zip(generating, replica_devices(engine.device, len(generating)), strict=True)
+        self._visible = plan_devices(devices, detect_gpus() if gpus is None else gpus)
+        self._deterministic = learner.deterministic or config.run.deterministic
         faults = config.faults
         self.restart = actors.Restart(max=faults.restarts_max, within=faults.restarts_within_s)
 
-    @staticmethod
-    def gpus(device: str) -> int:
-        """Devices that the placement has to reserve; 0 on the CPU."""
-        return 1 if device.startswith("cuda") else 0
+    def environment(self, process: str) -> dict[str, str]:
+        """Variables that libraries of the process read when they are loaded.
+
+        The placement of `actors` hands devices out whole; here the configuration says who sees
+        which, because a learner and an engine may share one.
+        """
+        visible = self._visible.get(process, "")
+        found = thread_environment(self.cores[process]) | {"CUDA_VISIBLE_DEVICES": visible}
+        if visible and self._deterministic:
+            found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it torch refuses to multiply
+        return found

@@ -311,6 +311,28 @@ async def test_the_death_of_the_template_is_survived() -> None:
         assert await victim.incarnation.using(when_down="wait")() == 2
 
 
+async def test_the_death_of_the_template_under_a_restart_costs_another_try() -> None:
+    async with actors.Runtime() as rt:
+        victim = await rt.spawn(Victim, restart=actors.Restart(max=2, within=60))
+        spawner = rt._spawner  # type: ignore[union-attr]
+        send, killed = spawner._send, []
+
+        async def killing(*message: object) -> None:
+            await send(*message)
+            if len(killed) < 2:
+                killed.append(spawner.pid)
+                os.kill(spawner.pid, signal.SIGSTOP)  # before it can answer
+                os.kill(spawner.pid, signal.SIGKILL)
+
+        spawner._send = killing
+        waiting = victim.forever()
+        os.kill(await victim.pid(), signal.SIGKILL)
+        with pytest.raises(actors.ActorDied):
+            await asyncio.wait_for(waiting, NOTICE_S)
+        assert await victim.incarnation.using(when_down="wait")() == 2
+        assert len(set(killed)) == 2
+
+
 async def test_a_caller_that_dies_cancels_its_calls_and_disturbs_nobody() -> None:
     async with actors.Runtime() as rt:
         service = await rt.spawn(Service)

@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmstore import BadRef, Draft, ObjectFreed, ObjectNotSealed, ObjectRef, Store, StoreClosed
+from shmstore import (
+    BadRef,
+    Draft,
+    NotStorable,
+    ObjectFreed,
+    ObjectNotSealed,
+    ObjectRef,
+    SessionReleased,
+    Store,
+    StoreClosed,
+    StoreError,
+    headers,
+)
 from shmstore.pickling import adopting_refs, collecting_refs
 from shmstore.testing import Puppet, temporary_store
 
@@ -329,3 +341,30 @@ def test_put_stream_gathers_an_arrow_stream_from_parts(store: Store) -> None:
     assert ref.nbytes == len(stream)
     with pytest.raises(ValueError, match="sort"):
         store.put_stream([stream], sort="no such")
+
+
+def test_append_parts_gathers_into_a_session_and_says_where(store: Store) -> None:
+    head = headers.pack(headers.Kind.BYTES, 0)
+    store.sessions.open("s", owner="o")
+    column = np.arange(3, dtype="<u2")
+    parts = [b"ab", "é", bytearray(b"c"), column, memoryview(b"xyz")[::1], column[:0]]
+    assert store.append_parts("s", head, parts) == 0
+    assert store.append_parts("s", head, (b"second",), 0) == 1
+    first, second = store.sessions.objects("s")
+    assert store.get(first.ref) == b"ab\xc3\xa9c" + column.tobytes() + b"xyz"
+    assert (store.get(second.ref), second.parent) == (b"second", 0)
+
+
+def test_append_parts_leaves_nothing_behind_when_it_is_refused(store: Store) -> None:
+    head = headers.pack(headers.Kind.BYTES, 0)
+    store.sessions.open("s", owner="o")
+    with pytest.raises(SessionReleased):
+        store.append_parts("gone", head, [b"x"])
+    with pytest.raises(StoreError, match="parent 5"):
+        store.append_parts("s", head, [b"x"], 5)
+    for strided in (np.arange(6)[::2], memoryview(b"abcdef")[::2]):
+        with pytest.raises(NotStorable, match="contiguous bytes"):
+            store.append_parts("s", head, [b"x", strided])
+    with pytest.raises(UnicodeEncodeError):
+        store.append_parts("s", head, ["\ud800"])
+    assert (store.stats().objects, store.stats().used) == (0, 0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import pickle
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,14 +14,12 @@ import torch
 
 from shmstore import (
     BadValue,
-    DeviceError,
     NotStorable,
     ObjectFreed,
     ObjectRef,
     PickleRefused,
     Store,
     _core,
-    device,
     headers,
 )
 from shmstore.testing import temporary_store
@@ -229,7 +225,7 @@ def test_arrow_buffers_point_into_the_arena_and_pin_it(store: Store) -> None:
     routed = arrow_values()["tensor"]
     ref = store.put(routed)
     back = store.get(ref)
-    base, mapped_bytes, _ = store.payload_mapping()
+    base, _, mapped_bytes, _ = store.payload_mapping()
     assert base <= back.storage.flatten().buffers()[1].address < base + mapped_bytes
     assert store.stats().pinned == 1
     matrix = back.to_numpy_ndarray()
@@ -315,7 +311,7 @@ def test_arrays_and_tensors_inside_objects_are_views_of_the_arena(store: Store) 
     np.testing.assert_array_equal(back.tokens, value.tokens)
     assert same_bytes(back.nested["w"], value.nested["w"])
     assert not back.tokens.flags.writeable
-    base, mapped_bytes, _ = store.payload_mapping()
+    base, _, mapped_bytes, _ = store.payload_mapping()
     for address in (back.tokens.ctypes.data, back.nested["w"].data_ptr()):
         assert base <= address < base + mapped_bytes
         assert address % 64 == 0
@@ -375,73 +371,6 @@ def test_every_dtype_code_means_the_same_in_the_core_and_in_python(store: Store)
         ref = store.put(np.zeros(2, np.dtype(text)))
         assert headers.unpack(memoryview(store.pin(ref))).dtype_code == code
         assert store.get(ref).dtype == np.dtype(text)
-
-
-def test_a_device_that_is_not_there_is_a_device_error(store: Store) -> None:
-    ref = store.put(torch.arange(4))
-    assert torch.equal(store.get(ref, device="cpu"), torch.arange(4))
-    assert torch.equal(store.get(store.put(np.arange(3)), device="cpu"), torch.arange(3))
-    order = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    assert torch.equal(store.get(store.put(order), device="cpu"), torch.from_numpy(order))
-    with pytest.raises(BadValue):
-        store.get(ref, device="no such thing")
-    with pytest.raises(BadValue, match="PICKLE"):
-        store.get(store.put({}), device="cpu")
-    if not torch.cuda.is_available():
-        with pytest.raises(DeviceError, match="cuda:0"):
-            store.get(ref, device="cuda:0")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_device_copies_equal_the_host_bytes(store: Store) -> None:
-    for value in (
-        torch.randn(1000),
-        torch.randn(3 << 20),
-        torch.ones(3, 4, dtype=torch.bfloat16).t(),
-    ):
-        on_device = store.put(value.cuda())
-        copied = store.get(on_device, device="cuda:0")
-        assert copied.is_cuda
-        assert torch.equal(copied.cpu(), value)
-
-
-class FakeCuda:
-    """Stands in for `torch.cuda.cudart()`: takes some pieces and refuses others."""
-
-    def __init__(self, refused: set[int]) -> None:
-        self.refused = refused
-        self.asked: list[int] = []
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        self.asked.append(address)
-        return 1 if len(self.asked) in self.refused else 0
-
-
-def test_device_copies_are_cut_where_one_registration_ends() -> None:
-    """The arithmetic of the pieces, with a CUDA that only counts (the copies need a device)."""
-    with temporary_store("256MiB") as store:
-        padding = store.put(np.zeros(60 << 20, "u1"))
-        host = store.get(store.put(torch.zeros(70 << 20, dtype=torch.uint8)))
-        later = store.put(np.zeros(100 << 20, "u1"))  # commits what lies behind
-        runtime = FakeCuda(refused={2})
-        fake = SimpleNamespace(
-            cuda=SimpleNamespace(cudart=lambda: runtime), zeros=lambda n, device: None
-        )
-        pieces = device._pieces(fake, store, host, "cuda:0")
-        assert pieces[0][0] == 0
-        assert pieces[-1][1] == 70 << 20
-        assert all(left[1] == right[0] for left, right in pairwise(pieces))
-        base = store.payload_mapping()[0]
-        for begin, end in pieces:
-            first = (host.data_ptr() + begin - base) // device.PIECE_BYTES
-            last = (host.data_ptr() + end - 1 - base) // device.PIECE_BYTES
-            assert first == last, "each copy stays within one registration"
-        asked = len(runtime.asked)
-        assert asked == len(pieces)
-        assert device._pieces(fake, store, host, "cuda:0") == pieces
-        assert len(runtime.asked) == asked, "each piece is registered once"
-        device._registered.clear()
-        del host, padding, later
 
 
 def test_concurrent_ways_to_the_same_object_agree(store: Store) -> None:

@@ -56,7 +56,7 @@ def _forgets_the_batch_of_a_dead_learner(monkeypatch: pytest.MonkeyPatch) -> Non
     owner_died = replay.ReplayBuffer.owner_died
 
     def forgetful(self: replay.ReplayBuffer, owner: str) -> tuple[int, list[Group]]:
-        self._taken.pop(owner, None)
+        self._away.pop_taken(owner)
         return owner_died(self, owner)
 
     monkeypatch.setattr(replay.ReplayBuffer, "owner_died", forgetful)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,15 @@ from trainer.config import SourceConfig, TaskConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.rollout import Prompt
 
-__all__ = ["BadPrompts", "JsonlSource", "PromptSource", "ReasoningGymSource", "build_source"]
+__all__ = [
+    "BadPrompts",
+    "JsonlSource",
+    "PromptSource",
+    "ReasoningGymSource",
+    "build_source",
+    "gym_datasets",
+    "jsonl_problems",
+]
 
 _GYM_ITEMS = 1 << 30
 """Index space of a procedural data set; item i is drawn from seed + i."""
@@ -86,7 +94,13 @@ class ReasoningGymSource:
         )
 
     def _item(self, index: int) -> tuple[str, str, Mapping[str, Any]]:
-        item = self._dataset[index % _GYM_ITEMS]
+        try:
+            item = self._dataset[index % _GYM_ITEMS]
+        except _GYM_MISTAKES as error:
+            raise BadPrompts(
+                f"reasoning_gym data set {self._config.dataset!r} makes no item of "
+                f"{dict(self._config.params)}: {error}"
+            ) from error
         if self._config.render != "text":
             ascending = self._config.render == "compact_ascending"
             return (*_compact(item["metadata"], ascending=ascending), {})
@@ -106,9 +120,19 @@ def _gym_dataset(config: SourceConfig, seed: int) -> Any:
     params = config.params if config.render == "text" else {**_COMPACT, **config.params}
     try:
         return reasoning_gym.create_dataset(config.dataset, seed=seed, size=_GYM_ITEMS, **params)
-    except (ValueError, TypeError, AssertionError) as error:
+    except _GYM_MISTAKES as error:
         raise BadPrompts(f"reasoning_gym data set {config.dataset!r}: {error}") from error
 
+
+def gym_datasets() -> list[str]:
+    """Names of the data sets that the installed reasoning_gym has."""
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS)
+
+
+_GYM_MISTAKES = (ValueError, TypeError, AssertionError, LookupError)
+"""What a data set raises for parameters that it cannot use."""
 
 _COMPACT: dict[str, object] = {
     "min_numbers": 4,
@@ -167,38 +191,54 @@ _Item = tuple[int, Any, Any, Mapping[str, Any]]
 
 
 def _read_jsonl(path: Path, config: SourceConfig) -> list[_Item]:
+    """The prompts of a file, in its order. Raises BadPrompts at the first line that is none."""
+    items: list[_Item] = []
+    for number, found in _lines_of(path, config):
+        if isinstance(found, str):
+            raise BadPrompts(f"{path}{f', line {number}' if number else ''}: {found}")
+        items.append((number, *found))
+    return items
+
+
+def jsonl_problems(path: Path, config: SourceConfig) -> list[str]:
+    """Every line of a prompt file that is no prompt, and why: `line 7: is not JSON: ...`."""
+    return [
+        f"line {number}: {found}" if number else found
+        for number, found in _lines_of(path, config)
+        if isinstance(found, str)
+    ]
+
+
+def _lines_of(
+    path: Path, config: SourceConfig
+) -> Iterator[tuple[int, str | tuple[Any, Any, Mapping[str, Any]]]]:
+    """(line number, prompt or what is wrong with it); number 0 for the file as a whole."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadPrompts(f"{path} cannot be read: {error}") from error
-    items: list[_Item] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadPrompts(f"{path}, line {number}: is not JSON: {error}") from error
-        missing = [
-            f
-            for f in (config.prompt_field, config.answer_field)
-            if not isinstance(record, dict) or f not in record
-        ]
-        if missing:
-            raise BadPrompts(f"{path}, line {number}: needs the field(s) {', '.join(missing)}")
-        asked = record[config.prompt_field]
-        if not isinstance(asked, str) and not _are_messages(asked):
-            raise BadPrompts(
-                f"{path}, line {number}: {config.prompt_field} must be text, or a list of "
-                "{role, content} messages"
-            )
-        rest = {
-            k: v for k, v in record.items() if k not in (config.prompt_field, config.answer_field)
-        }
-        items.append((number, asked, record[config.answer_field], rest))
-    if not items:
-        raise BadPrompts(f"{path}: holds no prompt")
-    return items
+        yield 0, f"cannot be read: {error}"
+        return
+    filled = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not filled:
+        yield 0, "holds no prompt"
+    for number, line in filled:
+        yield number, _parse_line(line, config)
+
+
+def _parse_line(line: str, config: SourceConfig) -> str | tuple[Any, Any, Mapping[str, Any]]:
+    """(prompt, answer, the rest), or what is wrong."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        return f"is not JSON: {error}"
+    fields = (config.prompt_field, config.answer_field)
+    missing = [f for f in fields if not isinstance(record, dict) or f not in record]
+    if missing:
+        return f"needs the field(s) {', '.join(missing)}"
+    asked = record[config.prompt_field]
+    if not isinstance(asked, str) and not _are_messages(asked):
+        return f"{config.prompt_field} must be text, or a list of {{role, content}} messages"
+    return asked, record[config.answer_field], {k: v for k, v in record.items() if k not in fields}
 
 
 def _are_messages(value: object) -> bool:

@@ -335,7 +335,7 @@ class _AwaitsBetween(ReplayBuffer):
                 await asyncio.sleep(0)  # a call to another process, in the report
         ids = [sid for entry in entries for sid in entry.group.session_ids]
         self._store.sessions.transfer(ids, src=self.owner, dst=owner)
-        self._taken.setdefault(owner, {}).update((e.group.uid, e) for e in entries)
+        self._away.take(entries, owner)
         return Batch(tuple(e.group for e in entries), self.accounts.window.close({}), train_step)
 
 
@@ -358,7 +358,7 @@ def test_j_cancellation_at_any_point_leaves_index_sessions_and_books_agreed(
         await asyncio.wait([taking, *putting])
         in_buffer = {sid for e in buffer._index for sid in e.group.session_ids}
         assert in_buffer == set(store.sessions.list("replay"))
-        taken = {sid for e in buffer._taken.get(L, {}).values() for sid in e.group.session_ids}
+        taken = {sid for e in buffer._away.taken for sid in e.group.session_ids}
         assert taken == set(store.sessions.list(L))
         buffer.check_books()
 

@@ -36,15 +36,21 @@ def segments(draw: st.DrawFn) -> Segment:
     )
 
 
-def _decode(segment: Segment) -> pa.RecordBatch:
+def _stream(segment: Segment) -> bytes:
+    """The parts behind each other, as the store gathers them."""
     parts = segment_codec.encode(segment)
-    stream = b"".join(memoryview(part).cast("B") for part in parts)
-    return pa.ipc.open_stream(pa.py_buffer(stream)).read_next_batch()
+    return b"".join(
+        part.encode() if isinstance(part, str) else memoryview(part).tobytes() for part in parts
+    )
+
+
+def _decode(segment: Segment) -> pa.RecordBatch:
+    return pa.ipc.open_stream(pa.py_buffer(_stream(segment))).read_next_batch()
 
 
 @given(segments(), st.binary(max_size=70))
 def test_what_is_written_is_read_back_to_the_bit(segment: Segment, header: bytes) -> None:
-    whole = header + b"".join(memoryview(p).cast("B") for p in segment_codec.encode(segment))
+    whole = header + _stream(segment)
     viewed = segment_codec.view(memoryview(whole))
     assert (viewed is None) == (len(segment) == 0)
     for columns in (segment_codec.read(_decode(segment)), viewed):
@@ -93,7 +99,7 @@ def test_bytes_that_are_no_segment_are_not_taken_for_one(raw: bytes) -> None:
 def test_an_overwritten_trailer_is_an_error_of_ours_or_changes_no_length(
     segment: Segment, data: st.DataObject
 ) -> None:
-    whole = bytearray(b"".join(memoryview(p).cast("B") for p in segment_codec.encode(segment)))
+    whole = bytearray(_stream(segment))
     at = data.draw(st.integers(max(0, len(whole) - 56), len(whole) - 1))
     whole[at] ^= data.draw(st.integers(1, 255))
     try:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from shmstore import Store
+from shmstore import Store, headers
 from shmstore.testing import Puppet, temporary_store
 from tests.trainer.lifecycle.kit import desk
 from trainer import snapshot
@@ -94,20 +97,42 @@ async def test_L25_a_segment_shared_by_sessions_is_shared_again(
         again.close()
 
 
-async def test_L25_other_payloads_than_segments_come_back_too(store: Store, tmp_path: Path) -> None:
+def _values() -> dict[str, Any]:
+    """One of each kind that a session can hold, but for pickles."""
+    torch = pytest.importorskip("torch")
+    return {
+        "array": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "by columns": np.asfortranarray(np.arange(6, dtype=np.int64).reshape(2, 3)),
+        "scalar": np.array(3.5),
+        "empty": np.empty((0, 2), np.uint8),
+        "records": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        "bytes": b"bytes",
+        "bytearray": bytearray(b"array"),
+        "tensor": torch.arange(4.0).reshape(2, 2),
+        "bf16": torch.tensor([1.0, -2.5], dtype=torch.bfloat16),
+        "table": pa.table({"x": [1, None, 3], "y": ["a", "b", None]}),
+        "batch": pa.record_batch({"x": pa.array(["p", "q", "p"]).dictionary_encode()}),
+        "other words": pa.record_batch({"x": pa.array(["q"]).dictionary_encode()}),
+    }
+
+
+async def test_L25_whatever_a_session_holds_comes_back_to_the_byte(
+    store: Store, tmp_path: Path
+) -> None:
     buffer = ReplayBuffer(store)
     store.sessions.open("s", owner=P)
-    array = np.arange(12, dtype=np.float32).reshape(3, 4)
-    store.put(array, session="s")
-    store.put(b"bytes", session="s")
+    for value in _values().values():
+        store.put(value, session="s")
     await buffer.put(Group(rollouts=[Rollout("s", status=Status.COMPLETED)]), task="t", owner=P)
     await buffer.snapshot(tmp_path / "s")
+    before = [bytes(memoryview(store.pin(e.ref))) for e in store.sessions.objects("s")]
     with temporary_store("16MiB") as other:
         again = await ReplayBuffer.resume(tmp_path / "s", other)
-        first, second = (other.get(entry.ref) for entry in other.sessions.objects("s"))
-        np.testing.assert_array_equal(first, array)
-        assert bytes(second) == b"bytes"
-        del first, second
+        refs = [entry.ref for entry in other.sessions.objects("s")]
+        after = [bytes(memoryview(other.pin(ref))) for ref in refs]
+        assert dict(zip(_values(), after, strict=True)) == dict(zip(_values(), before, strict=True))
+        for ref, (name, value) in zip(refs, _values().items(), strict=True):
+            assert type(other.get(ref)) is type(value), name
         again.close()
 
 
@@ -124,10 +149,30 @@ async def test_L25_there_is_no_pickle_in_a_snapshot(
         else:
             assert path.read_bytes()[:6] == b"ARROW1"
     store.put(object, session="g0-0")  # a class: only pickle could keep it
-    with pytest.raises(SnapshotError, match="session 'g0-0' holds a type"):
+    with pytest.raises(SnapshotError, match="'g0-0' holds a pickled value at position 2"):
         await buffer.snapshot(tmp_path / "t")
-    assert not (tmp_path / "t" / "snapshot.json").exists()
+    assert not (tmp_path / "t").exists(), "it is refused before anything is written"
     assert store.sessions.list("snapshot") == []
+
+
+async def test_L25_a_pickle_that_was_smuggled_into_a_snapshot_is_not_loaded(
+    store: Store, tmp_path: Path
+) -> None:
+    buffer = ReplayBuffer(store)
+    store.sessions.open("s", owner=P)
+    store.put(b"\x80\x04N.", session="s")
+    await buffer.put(Group(rollouts=[Rollout("s", status=Status.COMPLETED)]), task="t", owner=P)
+    await buffer.snapshot(tmp_path)
+    (payload,) = tmp_path.rglob("payload-*.arrow")
+    header = headers.pack(headers.Kind.BYTES, 4)
+    raw = payload.read_bytes()
+    assert header in raw
+    payload.write_bytes(raw.replace(header, headers.pack(headers.Kind.PICKLE, 4)))
+    _reseal(tmp_path)
+    with temporary_store("16MiB") as other:
+        with pytest.raises(SnapshotError, match="holds a pickle, and those are never read"):
+            await ReplayBuffer.resume(tmp_path, other)
+        assert other.stats().objects == 0
 
 
 async def test_L25_a_format_of_another_version_is_refused_with_both_named(
@@ -137,31 +182,65 @@ async def test_L25_a_format_of_another_version_is_refused_with_both_named(
     await buffer.snapshot(tmp_path)
     marker = tmp_path / "snapshot.json"
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": 99}))
-    with pytest.raises(SnapshotVersion, match="has format 99; this version reads format 1"):
+    with pytest.raises(SnapshotVersion, match="has format 99; this version reads format 2"):
         await _resumed(tmp_path)
     marker.write_text("{")
-    with pytest.raises(SnapshotError, match="is not JSON"):
+    with pytest.raises(SnapshotError, match="is not the JSON of a snapshot"):
         await _resumed(tmp_path)
     with pytest.raises(SnapshotError, match="holds no snapshot"):
         await _resumed(tmp_path / "nowhere")
 
 
-async def test_a_snapshot_that_cannot_be_read_whole_leaves_no_session_behind(
-    store: Store, traces: TraceStore, tmp_path: Path
+def _reseal(folder: Path) -> None:
+    """Make the checksums those of the files as they are now: whole files that do not fit."""
+    marker = folder / "snapshot.json"
+    content = json.loads(marker.read_text())
+    for name in content["files"]:
+        raw = (folder / content["data"] / name).read_bytes()
+        content["files"][name] = {
+            "nbytes": len(raw),
+            "sha256": hashlib.sha256(raw).hexdigest(),
+        }
+    marker.write_text(json.dumps(content))
+
+
+async def _refused(folder: Path, said: str | None = None) -> None:
+    """Resuming is a `SnapshotError`, and leaves nothing in the arena."""
+    with temporary_store("16MiB") as other:
+        with pytest.raises(SnapshotError, match=said):
+            await ReplayBuffer.resume(folder, other)
+        assert (other.sessions.list(), other.stats().objects) == ([], 0)
+
+
+FILES = ["state.json", "sessions.json", "groups.json", "payload-0.arrow", "snapshot.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+async def test_L25_a_file_with_one_changed_byte_is_refused_by_name(
+    store: Store, traces: TraceStore, tmp_path: Path, name: str
 ) -> None:
     buffer = await _filled(store, traces)
     await buffer.snapshot(tmp_path)
-    (payload, *_) = tmp_path.rglob("payload-*.arrow")
-    payload.write_bytes(payload.read_bytes()[: payload.stat().st_size // 2])
-    with temporary_store("16MiB") as other:
-        with pytest.raises(SnapshotError, match="cannot be read"):
-            await ReplayBuffer.resume(tmp_path, other)
-        assert other.sessions.list() == []
+    (path,) = tmp_path.rglob(name)
+    good = path.read_bytes()
+    said = name if name != "snapshot.json" else None  # there any file may be named, or none
+    for place in range(0, len(good), max(1, len(good) // 40)):
+        flipped = bytes([good[place] ^ 0x11])
+        if flipped.isspace() and good[place : place + 1].isspace():
+            continue
+        path.write_bytes(good[:place] + flipped + good[place + 1 :])
+        await _refused(tmp_path, said)
+    if name != "snapshot.json":
+        for cut in (good[: len(good) // 2], b"", good + b" "):
+            path.write_bytes(cut)
+            await _refused(tmp_path, f"{name} is not what was written")
+        path.unlink()
+        await _refused(tmp_path, f"{name} cannot be read")
 
 
 @pytest.mark.parametrize("name", ["state.json", "sessions.json", "groups.json"])
-@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"a": 1}', "[1]", "renamed"])
-async def test_L25_a_damaged_file_is_refused_and_leaves_the_arena_as_it_was(
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"a": 1}', "[1]", "{", "renamed"])
+async def test_L25_whole_files_that_do_not_fit_together_are_refused(
     store: Store, traces: TraceStore, tmp_path: Path, name: str, content: str
 ) -> None:
     buffer = await _filled(store, traces)
@@ -172,10 +251,8 @@ async def test_L25_a_damaged_file_is_refused_and_leaves_the_arena_as_it_was(
     if (name, content) == ("groups.json", "[]"):
         return  # a buffer without groups is a good one
     path.write_text(content)
-    with temporary_store("16MiB") as other:
-        with pytest.raises(SnapshotError):
-            await ReplayBuffer.resume(tmp_path, other)
-        assert other.sessions.list() == []
+    _reseal(tmp_path)
+    await _refused(tmp_path)
 
 
 async def test_L25_order_and_limits_come_back_unless_others_are_given(
@@ -257,7 +334,7 @@ def _all_steps(tmp_path: Path) -> list[str]:
     async def main() -> list[str]:
         steps: list[str] = []
         with temporary_store("16MiB") as store:
-            buffer = await _filled(store, TraceStore(store))
+            buffer = await _filled(store, TraceStore(store), 2)
             await snapshot.write(buffer.freeze(), tmp_path / "probe", steps.append)
             buffer.close()
         return steps
@@ -286,46 +363,68 @@ def _write_and_die(state: dict[str, Any], folder: str, n_groups: int, die_at: in
     here.asyncio.run(main())
 
 
+def _forked(run: Callable[..., None], *args: Any) -> int:
+    """Run in a child of the puppet, which has opened no arena itself; -> how the child ended."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run(*args)
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def _fork_and_write(state: dict[str, Any], folder: str, n_groups: int, die_at: int) -> int:
-    """`_write_and_die` in a child of the puppet, which has opened no arena itself; -> how it
-    ended.
-    """
     from tests.trainer.lifecycle import test_snapshot as here
 
-    child = here.os.fork()
-    if child == 0:
-        try:
-            here._write_and_die({}, folder, n_groups, die_at)
-        finally:
-            here.os._exit(1)
-    return here.os.waitstatus_to_exitcode(here.os.waitpid(child, 0)[1])
+    return here._forked(here._write_and_die, {}, folder, n_groups, die_at)
+
+
+def _fork_and_resume(state: dict[str, Any], folder: str, found: str) -> int:
+    from tests.trainer.lifecycle import test_snapshot as here
+
+    return here._forked(here._resume_and_tell, here.Path(folder), here.Path(found))
+
+
+def _resume_and_tell(folder: Path, found: Path) -> None:
+    """Resume into a new arena, and write down what came back."""
+    groups = asyncio.run(_resumed(folder))
+    told = [[group.uid, [one.hex() for one in payload]] for group, payload in groups]
+    found.write_text(json.dumps(told))
 
 
 def test_L24_after_a_kill_at_any_step_the_old_snapshot_is_whole_or_the_new_one_is(
     tmp_path: Path,
 ) -> None:
+    """Killed in one process, resumed in another, which has never seen the arena."""
     steps = _all_steps(tmp_path)
     assert steps[0] == "make folder"
     assert steps[-1] == "remove older"
-    wanted = {1: ["g0"], 4: ["g0", "g1", "g2", "g3"]}
-    seen = set()
-    _write_and_die({}, str(tmp_path / "s"), 1, -1)
+    assert len(steps) > 20
+    wanted = {}
+    for n_groups in (1, 2):
+        _write_and_die({}, str(tmp_path / f"whole-{n_groups}"), n_groups, -1)
+    told = tmp_path / "told"
     with Puppet() as puppet:
-        for die_at in range(len(steps)):
-            _copy(tmp_path / "s", tmp_path / f"copy-{die_at}")
-            ended = puppet.call(_fork_and_write, str(tmp_path / f"copy-{die_at}"), 4, die_at)
+
+        def resumed(folder: Path) -> Any:
+            assert puppet.call(_fork_and_resume, str(folder), str(told)) == 0
+            return json.loads(told.read_text())
+
+        for n_groups, uids in ((1, ["g0"]), (2, ["g0", "g1"])):
+            wanted[n_groups] = resumed(tmp_path / f"whole-{n_groups}")
+            assert [uid for uid, _ in wanted[n_groups]] == uids
+        for die_at, step in enumerate(steps):
+            folder = tmp_path / f"copy-{die_at}"
+            _copy(tmp_path / "whole-1", folder)
+            ended = puppet.call(_fork_and_write, str(folder), 2, die_at)
             assert ended == -signal.SIGKILL
-    for die_at in range(len(steps)):
-        folder = tmp_path / f"copy-{die_at}"
-        found = asyncio.run(_resumed(folder))
-        uids = [group.uid for group, _ in found]
-        new = die_at > steps.index("replace marker")
-        assert uids == wanted[4 if new else 1], steps[die_at]
-        assert all(payload for _, payload in found)
-        seen.add(new)
-        _write_and_die({}, str(folder), 4, -1)  # the next writer clears away what is left
-        assert len(list(folder.iterdir())) == 2
-    assert seen == {False, True}
+            is_new = die_at > steps.index("replace marker")
+            assert resumed(folder) == wanted[2 if is_new else 1], step
+            _write_and_die({}, str(folder), 2, -1)  # the next writer clears away what is left
+            assert len(list(folder.iterdir())) == 2
     _sweep_arenas()
 
 

@@ -97,6 +97,8 @@ def test_L19_tail_batches_begin_and_end_where_they_should(
 def test_a_rule_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match="tail_batch is -1 with action 'retry'"):
         Expiry(ExpiryAction.RETRY, tail_batch=-1)
+    with pytest.raises(ConfigError, match="tail_batch is -2; allowed are -1"):
+        Expiry(ExpiryAction.DROP, tail_batch=-2)
     with pytest.raises(ConfigError, match="tail_batch is 3 with action 'drop'"):
         Expiry(ExpiryAction.DROP, tail_batch=3)
     with pytest.raises(ConfigError, match="'burn' is unknown; allowed are 'retry', 'drop'"):

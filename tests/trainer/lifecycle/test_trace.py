@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shmstore import SessionExists, SessionReleased, Store
 from shmstore.testing import temporary_store
-from trainer.errors import RoutingGap, TraceError, TraceMismatch
+from trainer.errors import BadSegment, RoutingGap, TraceError, TraceMismatch
 from trainer.rollout import IGNORE_LABEL, Rollout, Segment, Status
 from trainer.testing import make_segment
 from trainer.trace import Match, TraceStore
@@ -203,10 +203,37 @@ def test_exported_arrays_are_contiguous_and_of_the_contract_types(traces: TraceS
     assert trace.routed_experts.shape == (9, 2, 2)
 
 
+def test_routing_of_two_widths_on_one_path_is_exported_in_the_wider(traces: TraceStore) -> None:
+    traces.open("s", owner="p")
+    routed = [np.full((2, 1, 2), 7, np.uint8), np.full((2, 1, 2), 300, np.uint16)]
+    node = None
+    for part in routed:
+        segment = Segment([1, 2], [1, 2], [0, 0], [0, 0], "", part)
+        node = traces.insert("s", segment, parent=node)
+    trace = traces.export("s")
+    assert trace.routed_experts is not None
+    assert trace.routed_experts.dtype == np.uint16
+    np.testing.assert_array_equal(trace.routed_experts, np.concatenate(routed))
+
+
+def test_what_is_no_segment_is_not_inserted(traces: TraceStore, store: Store) -> None:
+    traces.open("s", owner="p")
+    with pytest.raises(BadSegment, match="takes a Segment, not ndarray"):
+        traces.insert("s", np.zeros(3))  # type: ignore[arg-type]
+    with pytest.raises(BadSegment, match="takes a Segment, not str"):
+        traces.insert_shared(["s"], "text")  # type: ignore[arg-type]
+    assert store.stats().objects == 0
+
+
+def test_a_query_that_ends_inside_a_segment_is_told_so(talk: TraceStore) -> None:
+    with pytest.raises(TraceMismatch, match="it diverges at 7: the query ends there, inside a"):
+        talk.export("s", text="say hel")
+
+
 def test_a_rollout_is_described_from_its_trace(talk: TraceStore) -> None:
     described = talk.describe(Rollout("s", status=Status.COMPLETED))
     # Node 4 is a second root of prompt tokens only; the leaves are what the model ended.
-    assert described.leaves == (2, 3, 4)
+    assert described.leaves == (2, 3)
     assert (described.model_step_min, described.model_step_max) == (0, 3)
     assert (described.n_prompt_nodes, described.n_prompt_tokens) == (1, 4)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.model.families import family, sampled_traces
+from tests.trainer.model.families import MIXTURES, family, sampled_traces
 from trainer.errors import ConfigError, SnapshotError
 from trainer.learner import Learner, UpdateNotFinite
 from trainer.model_config import LearnerConfig
@@ -197,6 +197,34 @@ def test_autocast_computes_in_bfloat16_and_keeps_float32_weights() -> None:
     assert all(value.dtype == torch.float32 for value in model.parameters())
     assert 1e-4 < figures["logprob_diff_max"] < 2.0  # the rounding of bfloat16, and no more
     assert np.isfinite(figures["grad_norm"])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_autocast_reaches_the_experts_and_their_gradients_stay_float32(
+    name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' grouped product follows the type of the weights, not autocast."""
+    types: set[torch.dtype] = set()
+    product = torch.nn.functional.grouped_mm
+
+    def watched(left: torch.Tensor, right: torch.Tensor, **rest: Any) -> torch.Tensor:
+        types.update((left.dtype, right.dtype))
+        return product(left, right, **rest)
+
+    model, tokenizer = family(name)
+    traces = sampled_traces(model, tokenizer, 4)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", watched)
+    plain, narrow = (
+        Learner(family(name)[0], LearnerConfig(autocast=autocast, checkpointing=checkpointing))
+        for autocast in (False, True)
+    )
+    exact = plain.train_step(traces, ADVANTAGES[:4])
+    assert types == {torch.float32}
+    types.clear()
+    rounded = narrow.train_step(traces, ADVANTAGES[:4])
+    assert types == {torch.bfloat16}
+    assert rounded["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.1)
 
 
 def test_weights_in_half_precision_are_refused() -> None:

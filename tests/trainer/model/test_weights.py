@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from shmstore import ObjectFreed, SessionReleased, Store
+from tests.shmstore.slow_device import settle, slow_device
 from tests.trainer.model.families import family, request
 from trainer.engine.protocol import WeightsVersion
 from trainer.engine.torch_engine import TorchEngine
@@ -143,3 +144,29 @@ def test_an_engine_goes_on_with_published_weights_and_frees_nothing_of_them(stor
     for one, two in zip(learner_model.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, two)
     assert "weights-5" in store.sessions
+
+
+def test_weights_cross_to_a_device_and_back_without_a_copy_on_the_way(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device whose copies end late: the object outlives its session until they have ended."""
+    source, target = _changed(family("qwen3_moe")[0]), family("qwen3_moe")[0]
+    half = family("qwen3_moe")[0].bfloat16()
+    # With a handle of its own: what it registered is given back when it closes.
+    with slow_device(monkeypatch) as double, Store.attach(store.name) as other:
+        version = _published(source, other, dtype=torch.bfloat16)
+        double.goes_on.clear()
+        load_into(target, other, version)
+        load_into(half, other, version)
+        assert not torch.equal(target.lm_head.weight, source.lm_head.weight.bfloat16().float())
+        store.sessions.release(["weights-3"], owner="weights")
+        assert store.stats().pinned == 1
+        double.goes_on.set()
+        settle()
+        assert store.stats().pinned == 0
+        for one, two, three in zip(
+            source.parameters(), target.parameters(), half.parameters(), strict=True
+        ):
+            assert torch.equal(one.bfloat16().float(), two)
+            assert torch.equal(one.bfloat16(), three)
+        assert double.registered

@@ -28,6 +28,9 @@ _DEADLINE_S = 300.0
 """Against a hang only; the suite's own time-out ends the test."""
 
 
+_MAIN = "\nimport sys, trainer.cli\nsys.exit(trainer.cli.main())\n"
+
+
 @dataclass
 class Result:
     """How a run ended."""
@@ -40,12 +43,20 @@ class Result:
 class Run:
     """A run under way."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        prelude: str = "",
+        around: Sequence[str] = (),
+    ) -> None:
+        """`prelude`: Python that the driver runs first; `around`: the command that runs it."""
         self.folder = folder
         self.name = folder.name
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.cli", *arguments, "--json"],
+            [*around, sys.executable, "-c", prelude + _MAIN, *arguments, "--json"],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -80,6 +91,10 @@ class Run:
         """Until metrics.jsonl has this train step."""
         self._wait(lambda: any(r["train_step"] >= step for r in self.steps()), f"step {step}")
 
+    def wait_for_file(self, path: str) -> None:
+        """Until the run folder has this file or folder."""
+        self._wait((self.folder / path).exists, path)
+
     def wait_for_process(self, name: str, not_pid: int = 0) -> psutil.Process:
         """The process of this name; another one than `not_pid`."""
         found: list[psutil.Process] = []
@@ -105,11 +120,21 @@ class Run:
         return victim.pid
 
     def end(self) -> None:
-        """kill -9 of the driver; waits until everything below it is gone."""
+        """kill -9 of the driver; everything below it is gone then."""
         below = self.processes()
         self.process.kill()
-        self.process.communicate()
-        psutil.wait_procs(below, timeout=20)
+        self._is_dead(below)
+
+    def dies(self) -> None:
+        """Waits for a driver that kills itself; everything below it is gone then."""
+        self.wait_for_step(1)
+        self._is_dead(self.processes())
+
+    def _is_dead(self, below: list[psutil.Process]) -> None:
+        self.process.communicate(timeout=_DEADLINE_S)
+        assert self.process.returncode == -signal.SIGKILL
+        _, alive = psutil.wait_procs(below, timeout=20)
+        assert alive == []
 
     def _wait(self, condition: Any, what: str) -> None:
         deadline = time.monotonic() + _DEADLINE_S
@@ -123,12 +148,19 @@ class Run:
             time.sleep(0.02)
 
 
-def start(tmp_path: Path, *overrides: str, config: Path = TINY, name: str | None = None) -> Run:
+def start(
+    tmp_path: Path,
+    *overrides: str,
+    config: Path = TINY,
+    prelude: str = "",
+    around: Sequence[str] = (),
+) -> Run:
     """`shmrl train` on the tiny configuration."""
-    chosen = name or unique_name()
+    chosen = unique_name()
     settings = [f"run.folder={tmp_path}", f"run.name={chosen}", *overrides]
     sets = [part for text in settings for part in ("--set", text)]
-    return Run(["train", str(config), *sets], tmp_path / chosen)
+    arguments = ["train", str(config), *sets]
+    return Run(arguments, tmp_path / chosen, prelude=prelude, around=around)
 
 
 def resume(folder: Path, *overrides: str) -> Run:

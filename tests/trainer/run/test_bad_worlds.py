@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -83,17 +84,46 @@ def test_prompts_that_run_out_end_the_run_with_the_reason(tmp_path: Path) -> Non
     runs.check_clean(result, run.name)
 
 
-def test_a_disk_that_refuses_a_checkpoint_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
-    run = runs.start(
-        tmp_path, *QUICK, "schedule.steps=60", "checkpoint.every=20", "checkpoint.recovery=arena"
-    )
+SMALL_DISK = """mount -t tmpfs -o size=480k tmpfs "$0" || exit 77
+"$@"; status=$?; cp -r "$0" "$0-after"; exit $status"""
+"""Room for one checkpoint of the tiny model (300 KB) and not for two; exists as long as the run."""
+
+
+def test_a_disk_that_fills_up_at_a_checkpoint_is_told_and_the_one_before_is_whole(
+    tmp_path: Path,
+) -> None:
+    """A real full disk: a small tmpfs in a mount namespace of the run's own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    unshare = ["unshare", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.call([*unshare, "true"]):
+        pytest.skip("this machine grants no mount namespace")
+    around = [*unshare, "sh", "-c", SMALL_DISK, str(disk)]
+    settings = (*QUICK, "schedule.steps=6", "checkpoint.every=2", "metrics.trajectories_every=0")
+    result = runs.start(disk, *settings, around=around).result()
+    assert result.status == 0, result.stderr
+    assert result.summary["steps"] == 6
+    warnings = result.summary["warnings"]
+    assert [w[:24] for w in warnings] == ["the checkpoint of step 4", "the checkpoint of step 6"]
+    assert all("No space left on device" in warning for warning in warnings)
+    runs.check_clean(result, result.summary["run"])
+    (folder,) = Path(f"{disk}-after").iterdir()
+    there = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert there == ["latest", "step-2"]
+    resumed = runs.resume(folder, "schedule.steps=3").result()
+    assert resumed.status == 0, resumed.stderr
+    assert (resumed.summary["steps"], resumed.summary["ledger"]["trained"]) == (3, 3 * 16)
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_written_has_not_succeeded(tmp_path: Path) -> None:
+    run = runs.start(tmp_path, *QUICK, "checkpoint.final=true", "schedule.steps=30")
     run.wait_for_step(2)
     shutil.rmtree(run.folder / "checkpoints")
     (run.folder / "checkpoints").write_text("not a folder any more")
     result = run.result()
-    assert result.status == 0, result.stderr
-    assert result.summary["steps"] == 60
-    assert "the checkpoint of step" in result.summary["warnings"][0]
+    assert result.status == 1
+    assert result.summary["steps"] == 30
+    assert "trained, but not kept: the checkpoint of step 30" in result.summary["error"]
     runs.check_clean(result, run.name)
 
 

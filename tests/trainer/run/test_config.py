@@ -62,7 +62,8 @@ def test_a_shorthand_override_keeps_the_rest_of_its_section(tmp_path: Path) -> N
 def test_another_model_replaces_the_one_that_is_written_out(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(GOOD)
-    (tmp_path / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
     config = load(file, [f"model={tmp_path}", "learner.replay=false"])
     assert (config.model.path, config.model.config) == (str(tmp_path), None)
 
@@ -98,7 +99,9 @@ def test_every_kind_of_mistake_is_reported_in_one_go_with_its_line(tmp_path: Pat
     [
         ("checkpoint: {every: 5}\nschedule: {sync_every: 2}\n", "checkpoint.every", "weight sync"),
         ("schedule: {sync_every: 9, steps: 4}\n", "schedule.sync_every", "never sync"),
-        ("store: {capacity: 64MiB}\n", "replay.max_bytes", "arena"),
+        ("store: {capacity: 1MiB}\nreplay: {max_bytes: 2MiB}\n", "replay.max_bytes", "arena"),
+        ("store: {capacity: 9TiB}\n", "store.capacity", "at most"),
+        ("learner: {device: tpu}\n", "learner.device", "cpu"),
         ("engine: {replicas: 2}\n", "engine.inline", "must be false"),
         ("rollout: {temperature: 0.7}\n", "learner.temperature", "sampled at 0.7"),
         ("run: {name: 'a/b'}\n", "run.name", "letters"),
@@ -113,6 +116,37 @@ def test_every_kind_of_mistake_is_reported_in_one_go_with_its_line(tmp_path: Pat
 def test_rules_between_fields(tmp_path: Path, extra: str, path: str, words: str) -> None:
     found = mistakes(tmp_path, GOOD + extra)
     assert words in found[path]
+
+
+def test_a_small_arena_needs_no_limit_of_the_buffer_and_a_thousand_can_be_written_1e3(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(GOOD + "store: {capacity: 64MiB}\nschedule: {steps: 1e3}\n")
+    config = load(file)
+    assert (config.replay.max_bytes, config.schedule.steps) == (None, 1000)
+    assert "1.5" in mistakes(tmp_path, GOOD + "schedule: {steps: 1.5}\n")["schedule.steps"]
+
+
+def test_no_model_and_other_mistakes_are_told_together(tmp_path: Path) -> None:
+    found = mistakes(tmp_path, "tasks:" + GOOD.split("tasks:")[1] + "rollout: {top_p: 2}\n", "a.b")
+    assert found.keys() == {"model.path", "rollout.top_p", "--set a.b"}
+    assert "exactly one of path, gguf, config" in found["model.path"]
+
+
+def test_a_mistake_in_one_task_hides_none_of_another_and_adds_none(tmp_path: Path) -> None:
+    second = "  - {nam: two, source: {kind: jsonl, path: /none}, judge: 5}\n  - 7\n"
+    assert mistakes(tmp_path, GOOD + second).keys() == {
+        "tasks[1].nam",
+        "tasks[1].judge",
+        "tasks[1].source.path",
+        "tasks[2]",
+    }
+
+
+def test_nothing_is_said_of_the_default_of_a_field_that_is_wrong(tmp_path: Path) -> None:
+    text = GOOD + "rollout: {prompts_per_step: many}\nlearner: {minibatches: 1000}\n"
+    assert mistakes(tmp_path, text).keys() == {"rollout.prompts_per_step"}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,29 @@ def test_L07_L12_a_killed_process_costs_a_restart_and_nothing_else(
     result = run.result()
     assert result.status == 0, result.stderr
     assert result.summary["restarts"] == {victim: 1}
+    assert result.summary["steps"] == 40
+    assert [r["train_step"] for r in run.steps()] == list(range(1, 41))
+    assert result.summary["ledger"]["trained"] == 40 * 16
+    runs.check_clean(result, run.name)
+
+
+def test_a_learner_without_a_state_in_the_arena_takes_the_run_back_to_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """First to the beginning, because there is no checkpoint yet; then to one."""
+    back = ("checkpoint.recovery=checkpoint", "checkpoint.every=5")
+    run = runs.start(tmp_path, *LONG, *back)
+    run.wait_for_step(2)
+    first = run.kill("learner")
+    run.wait_for_process("learner", not_pid=first)
+    run.wait_for_file("checkpoints/step-15")
+    run.kill("learner")
+    result = run.result()
+    assert result.status == 0, result.stderr
+    back_to = [int(step) for step in re.findall(r"the run goes back to step (\d+)", result.stderr)]
+    assert back_to[0] == 0
+    assert back_to[1] >= 15
+    assert result.summary["restarts"] == {"learner": 2}
     assert result.summary["steps"] == 40
     assert [r["train_step"] for r in run.steps()] == list(range(1, 41))
     assert result.summary["ledger"]["trained"] == 40 * 16

@@ -42,24 +42,56 @@ def check_doctor_finds(name: str) -> None:
     assert name in done.stdout
 
 
+KILLED_AT = {
+    "anywhere": "",
+    "before the checkpoint of step 4 is named": """
+import os, signal, trainer.run_folder as r
+real = r.write_atomically
+def dying(path, text):
+    if path.name == "latest" and text == "step-4\\n":
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(path, text)
+r.write_atomically = dying
+""",
+    "right after the checkpoint of step 4": """
+import os, signal, trainer.driver as d
+real = d.write_checkpoint
+async def dying(folder, step, *rest):
+    await real(folder, step, *rest)
+    if step == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+d.write_checkpoint = dying
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[runs.Result, runs.Run]:
+    """The run that the broken ones are compared with."""
+    whole = runs.start(tmp_path_factory.mktemp("runs"), *EXACT)
+    return whole.result(), whole
+
+
+@pytest.mark.parametrize("moment", KILLED_AT)
 def test_L25_resumed_after_a_kill_the_history_is_bit_for_bit_that_of_an_uninterrupted_run(
-    tmp_path: Path,
+    tmp_path: Path, uninterrupted: tuple[runs.Result, runs.Run], moment: str
 ) -> None:
-    whole = runs.start(tmp_path, *EXACT)
-    broken = runs.start(tmp_path, *EXACT)
-    broken.wait_for_step(3)
-    broken.end()
-    assert broken.processes() == []
+    expected, whole = uninterrupted
+    broken = runs.start(tmp_path, *EXACT, prelude=KILLED_AT[moment])
+    if moment == "anywhere":
+        broken.wait_for_step(3)
+        broken.end()
+    else:
+        broken.dies()
     check_doctor_finds(broken.name)
     resumed = runs.resume(broken.folder).result()
-    uninterrupted = whole.result()
-    assert (uninterrupted.status, resumed.status) == (0, 0), resumed.stderr
+    assert (expected.status, resumed.status) == (0, 0), resumed.stderr
     for one, other in zip(whole.steps(), broken.steps(), strict=True):
         assert {k: one.get(k) for k in COUNTERS} == {k: other.get(k) for k in COUNTERS}
     files = [r.folder / "checkpoints/step-6/learner/learner.safetensors" for r in (whole, broken)]
     assert files[0].read_bytes() == files[1].read_bytes()
     same = ("steps", "ledger", "reward_first", "reward_last", "eval_first", "tokens_trained")
-    assert {k: uninterrupted.summary[k] for k in same} == {k: resumed.summary[k] for k in same}
+    assert {k: expected.summary[k] for k in same} == {k: resumed.summary[k] for k in same}
     runs.check_clean(resumed, broken.name)
 
 

@@ -56,36 +56,40 @@ def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(
         RunFolder.create(config, "r")
 
 
-def write_until_the_disk_is_full(folder: RunFolder, step: int) -> None:
-    with folder.new_checkpoint(step) as draft:
+async def write_until_the_disk_is_full(folder: RunFolder, step: int) -> None:
+    async with folder.new_checkpoint(step) as draft:
         (draft / "half").write_text("x")
         raise OSError("no space left on device")
 
 
-def checkpoint(folder: RunFolder, step: int) -> None:
-    with folder.new_checkpoint(step) as draft:
+async def checkpoint(folder: RunFolder, step: int) -> None:
+    async with folder.new_checkpoint(step) as draft:
         (draft / "data").write_text(str(step))
 
 
-def test_L24_a_checkpoint_that_fails_leaves_the_one_before_and_no_draft(folder: RunFolder) -> None:
-    checkpoint(folder, 10)
+async def test_L24_a_checkpoint_that_fails_leaves_the_one_before_and_no_draft(
+    folder: RunFolder,
+) -> None:
+    await checkpoint(folder, 10)
     with pytest.raises(OSError, match="no space"):
-        write_until_the_disk_is_full(folder, 20)
+        await write_until_the_disk_is_full(folder, 20)
     assert folder.latest_checkpoint() == (10, folder.checkpoints / "step-10")
     assert sorted(p.name for p in folder.checkpoints.iterdir()) == ["latest", "step-10"]
 
 
-def test_L24_a_kill_between_rename_and_marker_leaves_the_marked_one(folder: RunFolder) -> None:
-    checkpoint(folder, 10)
+async def test_L24_a_kill_between_rename_and_marker_leaves_the_marked_one(
+    folder: RunFolder,
+) -> None:
+    await checkpoint(folder, 10)
     (folder.checkpoints / "step-20").mkdir()  # renamed, but the marker was never written
     assert folder.latest_checkpoint() == (10, folder.checkpoints / "step-10")
-    checkpoint(folder, 20)
+    await checkpoint(folder, 20)
     assert folder.latest_checkpoint() == (20, folder.checkpoints / "step-20")
 
 
-def test_pruning_keeps_the_newest_and_the_marked_checkpoint(folder: RunFolder) -> None:
+async def test_pruning_keeps_the_newest_and_the_marked_checkpoint(folder: RunFolder) -> None:
     for step in (9, 10, 11, 100):
-        checkpoint(folder, step)
+        await checkpoint(folder, step)
     write_atomically(folder.checkpoints / "latest", "step-9\n")
     stale = folder.checkpoints / ".step-12.1.tmp"
     stale.mkdir()

@@ -1,0 +1,64 @@
+"""Whether a value stays what it is in JSON (lifecycle L25).
+
+What users put into prompts goes into snapshots. An encoder accepts much that comes back as
+something else (bytes as text, NaN as null, keys that are numbers as text) or refuses it hours
+later, when the checkpoint is due; so it is checked when it is handed in. Pure; called by the
+sampler and the replay buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+__all__ = ["json_problem"]
+
+#: Lists and dicts within each other.
+DEPTH_MAX = 64
+
+_ALLOWED = "None, bool, int, finite float, text, and lists and dicts of those with text as keys"
+
+
+def json_problem(value: Any, path: str) -> str | None:
+    """What is wrong with the first part of `value` that JSON would not keep, with its path; None
+    when all is well. A tuple comes back as a list and is taken for one.
+    """
+    found = _find(value, DEPTH_MAX)
+    if found is None:
+        return None
+    where, what = found
+    return f"{path}{where} {what}; a snapshot keeps {_ALLOWED}"
+
+
+def _find(value: Any, depth: int) -> tuple[str, str] | None:
+    kind = type(value)
+    if value is None or kind is bool or kind is int:
+        return None
+    if kind is str:
+        return None if value.isascii() or _is_utf8(value) else ("", "is text that is no UTF-8")
+    if kind is float:
+        return None if math.isfinite(value) else ("", f"is {value!r}")
+    if depth == 0:
+        return "", f"is nested deeper than {DEPTH_MAX}"
+    if kind is list or kind is tuple:
+        parts = ((f"[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, dict):
+        wrong = next((key for key in value if type(key) is not str), None)
+        if wrong is not None:
+            return "", f"has the key {wrong!r} of type {type(wrong).__name__}"
+        parts = ((f"[{key!r}]", item) for key, item in value.items())
+    else:
+        return "", f"is a {kind.__name__}"
+    for where, item in parts:
+        found = _find(item, depth - 1)
+        if found is not None:
+            return where + found[0], found[1]
+    return None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -8,6 +8,7 @@ the current weights before it is asked.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,10 +42,14 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class EngineUse:
-    """Work done since the process began."""
+    """Work done since the process began. Of the CPU time, `cpu_s` is the engine's own and
+    `process_cpu_s` that of the whole process it lives in.
+    """
 
     tokens_generated: int
     busy_s: float
+    cpu_s: float
+    process_cpu_s: float
     running: int
     waiting: int
     kv_bytes: int
@@ -75,7 +80,13 @@ def use_of(engine: TorchEngine) -> EngineUse:
     """The engine's counters as the driver reads them."""
     found = engine.counters
     return EngineUse(
-        found.tokens_generated, found.busy_s, found.running, found.waiting, found.kv_bytes
+        tokens_generated=found.tokens_generated,
+        busy_s=found.busy_s,
+        cpu_s=found.cpu_s,
+        process_cpu_s=time.process_time(),
+        running=found.running,
+        waiting=found.waiting,
+        kv_bytes=found.kv_bytes,
     )
 
 

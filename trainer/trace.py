@@ -135,6 +135,25 @@ class TraceStore:
         parts = [self._read(entries[n].ref) for n in nodes]
         return _assemble(session_id, nodes, parts, with_routing)
 
+    def export_nodes(self, places: Sequence[tuple[str, int]]) -> list[Trace]:
+        """The paths to many (session, node), as `export` gives each; a segment that several of them
+        share, as the members of a group do their prompt, is read once.
+        """
+        seen: dict[ObjectRef, Columns] = {}
+        traces = []
+        for session_id, node in places:
+            entries = self._objects(session_id)
+            nodes = self._path_to(entries, session_id, node)
+            parts = []
+            for n in nodes:
+                ref = entries[n].ref
+                columns = seen.get(ref)
+                if columns is None:
+                    columns = seen[ref] = self._read(ref)
+                parts.append(columns)
+            traces.append(_assemble(session_id, nodes, parts, with_routing=True))
+        return traces
+
     def release(self, session_ids: Sequence[str], owner: str, strict: bool = False) -> list[str]:
         """End those of the sessions that exist and are `owner`'s; -> their ids (L03, L04)."""
         return self._sessions.release(session_ids, owner, strict)

@@ -127,9 +127,8 @@ def _shifted(places: Mapping[str, _Place], by: int) -> dict[str, _Place]:
 def _read_layout(blob: torch.Tensor) -> dict[str, _Place]:
     """The places that the object itself states, checked against its size."""
     try:
-        length = int.from_bytes(bytes(blob[:_LENGTH_BYTES].tolist()), "little")
-        text = bytes(blob[_LENGTH_BYTES : _LENGTH_BYTES + length].tolist())
-        record = json.loads(text)
+        length = int.from_bytes(_bytes_of(blob[:_LENGTH_BYTES]), "little")
+        record = json.loads(_bytes_of(blob[_LENGTH_BYTES : _LENGTH_BYTES + length]))
         record.pop("__metadata__", None)
         relative = {
             name: _Place(
@@ -148,6 +147,10 @@ def _read_layout(blob: torch.Tensor) -> dict[str, _Place]:
         if place.stop - place.start != wanted or place.stop > blob.numel():
             raise WeightsMismatch(f"{name} does not lie within the published object")
     return places
+
+
+def _bytes_of(blob: torch.Tensor) -> bytes:
+    return blob.cpu().numpy().tobytes()
 
 
 def _check(

@@ -9,7 +9,7 @@ CTEST   ?= build/ctest
 # cmake and ninja of .venv if it has them, as the tests do, so that one does not rebuild what the other has built.
 CMAKE   := env PATH="$(abspath $(VENV)/bin):$$PATH" cmake
 
-.PHONY: install demo test check bench bench-peers gpu-check core ctest bench-core crash soak soak-train sanitize simulate
+.PHONY: install demo test test-slow check bench bench-peers gpu-check core ctest bench-core crash soak soak-train sanitize simulate
 
 install: $(STAMP)
 
@@ -70,6 +70,10 @@ sanitize:
 
 test: install
 	$(PY) -m pytest
+
+# SmolLM2-135M, dense and up-cycled, end to end: ten minutes and 12 GB of memory.
+test-slow: install
+	$(PY) -m pytest -m slow
 
 bench: install bench-core
 	$(PY) -m bench store

@@ -7,6 +7,14 @@ generation and training cost about the same, so that two cores can at best halve
 step, and *quickstart* (examples/quickstart.yaml without warm-up and evaluation), in which they do
 not. The runs alternate; figures are of the steps after the first few, from the runs' own
 metrics.jsonl (docs/metrics.md says what each is).
+
+Overhead, as wall time: the share of a step that is not its longest chain of arithmetic. Arithmetic
+is the CPU time of two calls, an engine's pass (forward, sampling, cache) and the learner's update
+(packing, forward, backward, optimizer). One after the other (sync) the chain is their sum; side by
+side (async) it is the longer of the two. So everything else counts against the runtime, also
+waiting for each other, a core that another process took, and the reading, storing, judging and
+booking that a thread does between two passes. Overhead, as CPU time, says the same without the
+clock: what all processes computed besides arithmetic, and which of them.
 """
 
 from __future__ import annotations
@@ -23,12 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import ROOT, run_workers
-from bench.report import BenchArgs, Report, Row, Samples, at_most
+from bench.report import BenchArgs, Goal, Report, Row, Samples, Unit, at_most
 
 SKIPPED_STEPS = 5  # of each run: imports, first allocations, the buffer's first filling
 TIMEOUT_S = 900.0
 ASYNC_GOAL = at_most(0.6, "ratio")
 OVERHEAD_GOAL = at_most(0.03)
+Goals = tuple[Goal, ...]
 
 
 @dataclass(frozen=True)
@@ -144,42 +153,55 @@ def _median(rows: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def _halves(rows: Sequence[dict[str, Any]]) -> str:
-    """How the work divides when one half waits for the other."""
-    engine = statistics.median(row["engine_busy"] * row["step_s"] for row in rows)
-    learner = _median(rows, "learn_s")
+    """How the work divides."""
+    engine, learner = _median(rows, "cpu/engine_arithmetic"), _median(rows, _LEARNER)
     return f"engine {engine * 1e3:.0f} ms, learner {learner * 1e3:.0f} ms of arithmetic"
 
 
+_ENGINE, _LEARNER = "cpu/engine_arithmetic", "cpu/learner_arithmetic"
+_BESIDES = {
+    "cpu/driver": "prompts, buffer, books, metrics, messages",
+    "cpu/producer": "conversations, segments, judges, hand-in, taking weights",
+    "cpu/learner": "reading traces, publishing weights, messages",
+}
+
+
+def overhead_share(row: dict[str, Any], schedule: str) -> float:
+    """Share of a step outside its longest chain of arithmetic."""
+    halves = row[_ENGINE], row[_LEARNER]
+    chain = max(halves) if schedule == "async" else sum(halves)
+    return 1.0 - float(chain) / float(row["step_s"])
+
+
+def cpu_share(row: dict[str, Any]) -> float:
+    """Share of the CPU time of all processes of the run that is not arithmetic."""
+    besides = sum(row[name] for name in _BESIDES)
+    return float(besides / (besides + row[_ENGINE] + row[_LEARNER]))
+
+
 def _shares(mix: Mix, schedule: str, rows: Sequence[dict[str, Any]]) -> list[Row]:
-    overhead = statistics.median(row["overhead_s"] / row["step_s"] for row in rows)
-    goals = (OVERHEAD_GOAL,) if mix.goals else ()
-    rates = {"generated": "tokens_per_s", "trained": "trained_tokens_per_s"}
-    return [
-        Row(
-            f"overhead of the runtime, {mix.name}",
-            schedule,
-            overhead,
-            unit="x",
-            n=len(rows),
-            goals=goals,
-            note="share of a step that is neither arithmetic nor waiting",
+    def row(work: str, value: float, unit: Unit, note: str = "", goals: Goals = ()) -> Row:
+        work = f"{work}, {mix.name}"
+        return Row(work, schedule, value, unit=unit, n=len(rows), goals=goals, note=note)
+
+    wall = statistics.median(overhead_share(r, schedule) for r in rows)
+    cpu = statistics.median(cpu_share(r) for r in rows)
+    found = [
+        row(
+            "overhead of the runtime",
+            wall,
+            "x",
+            "share of a step outside its longest chain of arithmetic",
+            (OVERHEAD_GOAL,) if mix.goals else (),
         ),
-        Row(
-            f"learner waits, {mix.name}",
-            schedule,
-            _median(rows, "learner_wait_share"),
-            unit="x",
-            n=len(rows),
-            note="share of a step",
-        ),
-        *(
-            Row(
-                f"tokens {what}, {mix.name}",
-                schedule,
-                _median(rows, name),
-                unit="1/s",
-                n=len(rows),
-            )
-            for what, name in rates.items()
-        ),
+        row("overhead of the runtime, CPU", cpu, "x", "share of all CPU time of the run"),
     ]
+    for name, what in _BESIDES.items():
+        place = name.removeprefix("cpu/")
+        found.append(row(f"CPU a step besides arithmetic: {place}", _median(rows, name), "s", what))
+    found += [
+        row("learner waits", _median(rows, "learner_wait_share"), "x", "share of a step"),
+        row("tokens generated", _median(rows, "tokens_per_s"), "1/s"),
+        row("tokens trained", _median(rows, "trained_tokens_per_s"), "1/s"),
+    ]
+    return found

@@ -64,13 +64,13 @@ void Arena::validate_header(const std::string& file, std::uint64_t file_bytes) c
                       std::to_string(kLayoutVersion) + " (ABI " + std::to_string(kAbiHash) + ")");
   if (h.capacity < kCapacityMin || h.capacity > kCapacityMax)
     corrupt("its capacity is out of range");
-  if (h.objects.limit < 16 || h.objects.limit > kObjectsMax)
+  if (h.objects.limit < kRowsMin || h.objects.limit > kObjectsMax)
     corrupt("its object limit is out of range");
-  if (h.sessions.limit < 16 || h.sessions.limit > kSessionsMax)
+  if (h.sessions.limit < kRowsMin || h.sessions.limit > kSessionsMax)
     corrupt("its session limit is out of range");
-  if (h.owners.limit < 16 || h.owners.limit > kOwnersMax)
+  if (h.owners.limit < kRowsMin || h.owners.limit > kOwnersMax)
     corrupt("its owner limit is out of range");
-  if (h.attachments.limit < 16 || h.attachments.limit > 2 * (kObjectsMax + kSessionsMax))
+  if (h.attachments.limit < kRowsMin || h.attachments.limit > 2 * (kObjectsMax + kSessionsMax))
     corrupt("its attachment limit is out of range");
   Geometry const g = Geometry::of(h.capacity, h.owners.limit, h.sessions.limit, h.attachments.limit,
                                   h.objects.limit);

@@ -111,8 +111,10 @@ class Arena {
 
   int fd() const noexcept { return fd_; }
 
-  // Identity: set while joining (client_table.cc), constant afterwards.
-  std::uint32_t slot = 0;
+  // Identity: set while joining (client_table.cc), constant afterwards. Relaxed: another thread may
+  // look at the arena while it is joined, and then either answer will do.
+  std::uint32_t slot() const noexcept { return slot_.load(std::memory_order_relaxed); }
+  void set_slot(std::uint32_t slot) noexcept { slot_.store(slot, std::memory_order_relaxed); }
   int lock_fd = -1;  // POSIX byte locks live on this descriptor; closed only by unmap()
   std::int64_t lock_limit_ns = 30'000'000'000;
   std::string name;
@@ -130,6 +132,7 @@ class Arena {
   void validate_header(const std::string& path, std::uint64_t file_bytes) const;
   void allocate_file_range(std::uint64_t offset, std::uint64_t bytes) const;
 
+  std::atomic<std::uint32_t> slot_{0};
   int fd_ = -1;
   std::byte* base_ = nullptr;
   Header* header_ = nullptr;

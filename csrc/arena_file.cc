@@ -2,7 +2,6 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -12,7 +11,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
+#include <iterator>
+#include <set>
 
 #include "block_allocator.h"
 #include "client_table.h"
@@ -60,7 +60,7 @@ void rename_file(const std::string& from, const std::string& to) {
 }
 
 int create_file(const std::string& path) {
-  unlink_if_there(path);  // a crashed create left it: we hold the directory lock
+  unlink_if_there(path);  // a crashed create left it: we hold the name's lock
   int const fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0) throw_system("open", path);
   SHMRL_CRASH_POINT();
@@ -92,8 +92,8 @@ void write_header(int fd, const std::string& path, const Options& o, std::uint64
   Geometry const g =
       Geometry::of(o.capacity, o.max_owners, o.max_sessions, max_attachments, o.max_objects);
   if (::ftruncate(fd, static_cast<off_t>(g.file_bytes)) != 0) throw_system("ftruncate", path);
-  // Everything up to the growable tables: header, clients, waiters and both name indexes.
-  if (int const error = ::posix_fallocate(fd, 0, static_cast<off_t>(g.journal)); error != 0) {
+  // Everything up to the growable tables. The journal too: a release must not need memory.
+  if (int const error = ::posix_fallocate(fd, 0, static_cast<off_t>(g.owners)); error != 0) {
     errno = error;
     throw_system("fallocate", path);
   }
@@ -127,6 +127,7 @@ void write_header(int fd, const std::string& path, const Options& o, std::uint64
   table(h.attachments, g.attachments, max_attachments);
   table(h.objects, g.objects, o.max_objects);
   table(h.journal_table, g.journal, o.max_sessions);
+  h.journal_table.ready.init(o.max_sessions);
   table(h.payload, g.granules, g.granule_count);
   h.next_generation.init(1);
   h.next_opened.init(1);
@@ -171,53 +172,6 @@ bool file_id(const std::string& path, FileId& out) noexcept {
 }
 
 std::string lock_path(const std::string& arena_path) { return arena_path + kLockSuffix; }
-
-namespace {
-
-// "pid N" of the process that has the flock on this file, as the kernel tells it.
-std::string flock_holder(int fd) {
-  struct stat info{};
-  if (::fstat(fd, &info) != 0) return "another process";
-  std::string const wanted = ":" + std::to_string(info.st_ino) + " ";
-  std::ifstream locks("/proc/locks");
-  // "5: FLOCK  ADVISORY  WRITE 1234 fe:00:2318 0 EOF"
-  for (std::string line; std::getline(locks, line);) {
-    if (line.find("FLOCK") == std::string::npos || line.find(wanted) == std::string::npos) continue;
-    std::size_t const at = line.find("WRITE ");
-    if (at == std::string::npos || line.find("->") != std::string::npos) continue;
-    return "process " + line.substr(at + 6, line.find(' ', at + 6) - at - 6);
-  }
-  return "another process";
-}
-
-}  // namespace
-
-DirectoryLock::DirectoryLock(const std::string& directory, std::int64_t wait_ns)
-    : fd_(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
-  if (fd_ < 0) throw_system("open", directory);
-  std::int64_t const deadline = monotonic_ns() + wait_ns;
-  // flock has no time-out of its own; a holder keeps it for the time of one create or join.
-  while (::flock(fd_, LOCK_EX | LOCK_NB) != 0) {
-    if (errno != EWOULDBLOCK && errno != EINTR) {
-      int const error = errno;
-      ::close(fd_);
-      errno = error;
-      throw_system("flock", directory);
-    }
-    if (monotonic_ns() >= deadline) {
-      std::string const holder = flock_holder(fd_);
-      ::close(fd_);
-      throw Failure(Status::stuck,
-                    holder + " has held the lock on the arena names in " + directory + " for " +
-                        std::to_string(wait_ns / 1'000'000) +
-                        " ms: is it stopped (SIGSTOP, debugger) in create or attach?");
-    }
-    timespec const pause{0, 500'000};
-    ::nanosleep(&pause, nullptr);
-  }
-}
-
-DirectoryLock::~DirectoryLock() { ::close(fd_); }
 
 void create_arena_file(Arena& arena, const std::string& name, const Options& options) {
   require_space(options.directory, options.capacity);
@@ -337,7 +291,7 @@ ArenaInfo inspect_arena(const std::string& directory, const std::string& name,
     } else {
       Arena arena;
       open_arena_file(arena, name, directory);
-      arena.slot = 0;  // not a client: every byte lock is somebody else's
+      arena.set_slot(0);  // not a client: every byte lock is somebody else's
       describe(arena);
     }
   } catch (const Failure& failure) {
@@ -349,29 +303,35 @@ ArenaInfo inspect_arena(const std::string& directory, const std::string& name,
   return info;
 }
 
-std::vector<std::string> arena_names(const std::string& directory,
-                                     std::vector<std::string>& leftovers) {
-  std::vector<std::string> names, locks;
+NamesFound find_names(const std::string& directory) {
+  std::set<std::string> arenas, others;
   DIR* const dir = ::opendir(directory.c_str());
   if (dir == nullptr) throw_system("opendir", directory);
   std::string const begin = prefix();
   while (const dirent* entry = ::readdir(dir)) {
     std::string_view const file(entry->d_name);
     if (!file.starts_with(begin)) continue;
-    std::string_view const name = file.substr(begin.size());
-    if (name.ends_with(kNewSuffix) || name.ends_with(kNewLockSuffix))
-      leftovers.push_back(directory + "/" + std::string(file));
-    else if (name.ends_with(kLockSuffix))
-      locks.emplace_back(name.substr(0, name.size() - std::strlen(kLockSuffix)));
-    else if (valid_arena_name(name))
-      names.emplace_back(name);
+    std::string const name(file.substr(begin.size(), file.find('~') - begin.size()));
+    if (!valid_arena_name(name)) continue;
+    (file.find('~') == std::string_view::npos ? arenas : others).insert(name);
   }
   ::closedir(dir);
-  std::sort(names.begin(), names.end());
-  for (const std::string& lock : locks)
-    if (!std::binary_search(names.begin(), names.end(), lock))
-      leftovers.push_back(arena_path(directory, lock) + kLockSuffix);
-  return names;
+  NamesFound found;
+  found.arenas.assign(arenas.begin(), arenas.end());
+  std::set_difference(others.begin(), others.end(), arenas.begin(), arenas.end(),
+                      std::back_inserter(found.partial));
+  return found;
+}
+
+std::vector<std::string> leftovers_of(const std::string& directory, const std::string& name) {
+  std::string const path = arena_path(directory, name);
+  FileId there;
+  std::vector<std::string> found;
+  for (const char* suffix : {kNewSuffix, kNewLockSuffix})
+    if (file_id(path + suffix, there)) found.push_back(path + suffix);
+  if (!file_id(path, there) && file_id(path + kLockSuffix, there))
+    found.push_back(path + kLockSuffix);
+  return found;
 }
 
 }  // namespace shmrl

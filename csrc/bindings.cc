@@ -3,16 +3,9 @@
 // Bindings translate, drop the GIL around waits and large copies, and decide nothing. Anything that
 // a user can get wrong leaves as a class of shmstore.errors.
 
-#include <cxxabi.h>
 #include <nanobind/stl/string.h>
-#include <pthread.h>
-#include <sched.h>
-#include <unistd.h>
 
-#include <atomic>
-#include <cmath>
-#include <limits>
-#include <map>
+#include <vector>
 
 #include "bindings_store.h"
 #include "bindings_values.h"
@@ -22,202 +15,6 @@ namespace shmrl::py {
 Hooks g_hooks;
 
 void bind_copy(nb::module_& module);  // bindings_objects.cc
-
-// -- bindings_common.h ---------------------------------------------------------
-
-namespace {
-
-const char* error_class_of(Status status) {
-  switch (status) {
-    case Status::not_found:
-      return "StoreNotFound";
-    case Status::exists:
-      return "StoreExists";
-    case Status::bad_name:
-      return "BadName";
-    case Status::bad_option:
-      return "BadValue";
-    case Status::layout_mismatch:
-      return "LayoutMismatch";
-    case Status::foreign_user:
-      return "StoreDenied";
-    case Status::corrupt:
-      return "ArenaDamaged";
-    case Status::superseded:
-      return "StoreSuperseded";
-    case Status::clients_full:
-      return "TableFull";
-    case Status::no_memory:
-      return "OutOfMemory";
-    case Status::system_error:
-      return "SystemRefused";
-    case Status::closed:
-      return "StoreClosed";
-    case Status::forked:
-      return "ForkedStore";
-    case Status::stuck:
-      return "StoreStuck";
-    case Status::full:
-      return "StoreFull";
-    case Status::too_large:
-      return "ObjectTooLarge";
-    case Status::objects_full:
-      return "TableFull";
-    case Status::freed:
-      return "ObjectFreed";
-    case Status::not_sealed:
-      return "ObjectNotSealed";
-    case Status::bad_ref:
-      return "BadRef";
-    case Status::foreign_ref:
-      return "BadRef";
-    case Status::bad_draft:
-      return "BadValue";
-    case Status::bad_id:
-      return "BadName";
-    case Status::session_exists:
-      return "SessionExists";
-    case Status::session_released:
-      return "SessionReleased";
-    case Status::not_owner:
-      return "NotOwner";
-    case Status::bad_position:
-      return "BadValue";
-    case Status::sessions_full:
-      return "TableFull";
-    case Status::owners_full:
-      return "TableFull";
-    case Status::attachments_full:
-      return "TableFull";
-    case Status::ok:
-    case Status::interrupted:
-      break;
-  }
-  return "StoreError";
-}
-
-nb::object to_str(std::string_view text) {
-  return nb::steal(checked(
-      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace")));
-}
-
-// Set by the atexit hook; from then on only the thread that runs it may take the GIL. seq_cst with
-// g_callbacks: either a callback sees the flag, or the hook sees the callback and lets it finish.
-std::atomic<bool> g_exiting{false};
-std::atomic<int> g_callbacks{0};
-pthread_t g_exiting_thread;
-
-bool interpreter_goes_without_us() noexcept {
-  return g_exiting.load(std::memory_order_seq_cst) &&
-         !pthread_equal(g_exiting_thread, pthread_self());
-}
-
-[[noreturn]] void park() noexcept {
-  for (;;) ::pause();
-}
-
-// Ends a wait when a Python signal handler raised (Ctrl-C), or when the interpreter goes. Called
-// without the GIL.
-bool signal_raised(void*) {
-  g_callbacks.fetch_add(1, std::memory_order_seq_cst);
-  bool raised = true;
-  if (!interpreter_goes_without_us()) {
-    nb::gil_scoped_acquire acquired;
-    raised = PyErr_CheckSignals() != 0 || StoreCore::Use::of_closed();
-  }
-  g_callbacks.fetch_sub(1, std::memory_order_seq_cst);
-  return raised;
-}
-
-// Runs at exit, after the other threads that Python waits for: daemon threads inside a wait of ours
-// leave the core by themselves and never come back to Python.
-void begin_exit() {
-  g_exiting_thread = pthread_self();
-  g_exiting.store(true, std::memory_order_seq_cst);
-  nb::gil_scoped_release released;
-  while (g_callbacks.load(std::memory_order_seq_cst) > 0) sched_yield();
-}
-
-}  // namespace
-
-WithoutGil::~WithoutGil() {
-  if (interpreter_goes_without_us()) park();
-  try {
-    PyEval_RestoreThread(state_);
-  } catch (abi::__forced_unwind&) {  // the interpreter is finalizing and ends its daemon threads
-    park();
-  }
-}
-
-void raise(const char* error_class, const std::string& message) {
-  nb::object type = nb::module_::import_("shmstore.errors").attr(error_class);
-  PyErr_SetObject(type.ptr(), to_str(message).ptr());
-  nb::raise_python_error();
-}
-
-void raise(Status status) {
-  if (status == Status::interrupted) {
-    if (!PyErr_Occurred()) raise("StoreClosed", "the store was closed during this wait");
-    nb::raise_python_error();
-  }
-  const std::string& detail = shmrl::Store::detail();
-  raise(error_class_of(status), detail.empty() ? std::string(to_string(status)) : detail);
-}
-
-void raise_full(shmrl::Store& store, Status status, std::uint64_t size) {
-  FullFacts facts;
-  require(store.full_facts(size, facts));
-  nb::dict dict;
-  dict["requested"] = facts.requested;
-  dict["capacity"] = facts.capacity;
-  dict["free"] = facts.free;
-  dict["largest_free"] = facts.largest_free;
-  dict["building_bytes"] = facts.building_bytes;
-  dict["deferred_bytes"] = facts.deferred_bytes;
-  dict["waiters"] = facts.waiters;
-  nb::list owners;
-  for (const OwnerUsage& usage : facts.by_owner)
-    owners.append(nb::make_tuple(to_str(usage.owner), usage.sessions, usage.objects, usage.bytes));
-  dict["owners"] = owners;
-  nb::list clients;
-  for (const ClientUsage& usage : facts.by_client)
-    clients.append(nb::make_tuple(usage.slot, usage.pid, usage.held_objects, usage.held_bytes,
-                                  usage.pins, usage.pinned_bytes));
-  dict["clients"] = clients;
-  nb::object error = nb::steal(
-      checked(PyObject_CallFunction(g_hooks.store_full, "sO", error_class_of(status), dict.ptr())));
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  nb::raise_python_error();
-}
-
-Wait parse_timeout(nb::handle timeout) {
-  Wait wait{0, &signal_raised, nullptr};
-  if (timeout.is_none()) return wait;
-  double seconds = std::nan("");
-  if (PyFloat_Check(timeout.ptr()))
-    seconds = PyFloat_AS_DOUBLE(timeout.ptr());
-  else if (!PyBool_Check(timeout.ptr()) && PyNumber_Check(timeout.ptr()))
-    seconds = PyFloat_AsDouble(timeout.ptr());
-  if (PyErr_Occurred()) PyErr_Clear();  // a number too large for a double: not a time-out either
-  if (!(seconds >= 0))
-    raise("BadValue",
-          "timeout must be None (do not wait), a number of seconds from 0 up, or math.inf");
-  constexpr double kForEverFrom = 9.0e9;  // 285 years: beyond int64 nanoseconds
-  wait.timeout_ns = seconds > kForEverFrom ? -1 : static_cast<std::int64_t>(seconds * 1e9);
-  return wait;
-}
-
-std::string_view parse_text(nb::handle text, const char* what) {
-  if (!PyUnicode_Check(text.ptr())) [[unlikely]]
-    raise("BadName", std::string(what) + " must be a str, not " + Py_TYPE(text.ptr())->tp_name);
-  Py_ssize_t size = 0;
-  const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
-  if (data == nullptr) {
-    PyErr_Clear();
-    raise("BadName", std::string(what) + " must be encodable as UTF-8");
-  }
-  return {data, static_cast<std::size_t>(size)};
-}
 
 // -- StoreCore -----------------------------------------------------------------
 
@@ -267,8 +64,10 @@ void StoreCore::raise_not_open() const {
 
 namespace {
 
+std::int64_t to_ns(double seconds) { return static_cast<std::int64_t>(seconds * 1e9); }
+
 void create(StoreCore& core, nb::handle name, const nb::dict& limits, const std::string& directory,
-            double spin) {
+            double spin, double lock_limit) {
   Options options;
   const auto limit = [&limits](const char* key) {
     return nb::cast<std::uint64_t>(nb::object(limits[key]));
@@ -280,7 +79,8 @@ void create(StoreCore& core, nb::handle name, const nb::dict& limits, const std:
   const std::uint64_t owners = limit("max_owners");
   options.max_owners = owners > kOwnersMax ? kOwnersMax + 1 : static_cast<std::uint32_t>(owners);
   options.directory = directory;
-  options.spin_ns = static_cast<std::int64_t>(spin * 1e9);
+  options.spin_ns = to_ns(spin);
+  options.lock_limit_ns = to_ns(lock_limit);
   const std::string text(parse_text(name, "the name of a store"));
   std::unique_ptr<shmrl::Store> store;
   Status status;
@@ -292,10 +92,12 @@ void create(StoreCore& core, nb::handle name, const nb::dict& limits, const std:
   core.open(std::move(store));
 }
 
-void attach(StoreCore& core, nb::handle name, const std::string& directory, double spin) {
+void attach(StoreCore& core, nb::handle name, const std::string& directory, double spin,
+            double lock_limit) {
   AttachOptions options;
   options.directory = directory;
-  options.spin_ns = static_cast<std::int64_t>(spin * 1e9);
+  options.spin_ns = to_ns(spin);
+  options.lock_limit_ns = to_ns(lock_limit);
   const std::string text(parse_text(name, "the name of a store"));
   std::unique_ptr<shmrl::Store> store;
   Status status;
@@ -309,7 +111,7 @@ void attach(StoreCore& core, nb::handle name, const std::string& directory, doub
 
 nb::dict stats(StoreCore& core) {
   Stats stats;
-  require(core.store().stats(stats));
+  require(StoreCore::Use(core)->stats(stats));
   nb::dict out;
   out["capacity"] = stats.capacity;
   out["used"] = stats.used;
@@ -347,11 +149,10 @@ nb::dict stats(StoreCore& core) {
 nb::list check(StoreCore& core) {
   std::vector<std::string> problems;
   Status status;
-  shmrl::Store& store = core.store();
-  const StoreCore::Use use(core);
+  const StoreCore::Use store(core);
   {
     const WithoutGil released;
-    status = store.check(problems);
+    status = store->check(problems);
   }
   require(status);
   nb::list list;
@@ -362,11 +163,10 @@ nb::list check(StoreCore& core) {
 nb::tuple sweep(StoreCore& core) {
   SweepReport report;
   Status status;
-  shmrl::Store& store = core.store();
-  const StoreCore::Use use(core);
+  const StoreCore::Use store(core);
   {
     const WithoutGil released;
-    status = store.sweep(report);
+    status = store->sweep(report);
   }
   require(status);
   return nb::make_tuple(report.clients, report.objects, report.bytes, report.sessions_inherited,
@@ -391,10 +191,13 @@ nb::dict to_dict(const ArenaInfo& info) {
 nb::list arenas(const std::string& directory, bool remove_debris) {
   nb::list list;
   std::vector<ArenaInfo> infos;
+  Status status;
   {
     const WithoutGil released;
-    infos = remove_debris ? shmrl::Store::remove_debris(directory) : shmrl::Store::list(directory);
+    status = remove_debris ? shmrl::Store::remove_debris(infos, directory)
+                           : shmrl::Store::list(infos, directory);
   }
+  require(status);
   for (const ArenaInfo& info : infos) list.append(to_dict(info));
   return list;
 }
@@ -419,10 +222,11 @@ void register_hooks(nb::handle encode, nb::handle decode, nb::handle to_device,
 }
 
 nb::tuple payload_mapping(StoreCore& core) {
-  const auto bytes = core.store().payload_mapping();
+  const StoreCore::Use store(core);
+  const auto bytes = store->payload_mapping();
   return nb::make_tuple(reinterpret_cast<std::uintptr_t>(bytes.data()),
-                        reinterpret_cast<std::uintptr_t>(core.store().payload_writable()),
-                        bytes.size(), core.store().payload_committed());
+                        reinterpret_cast<std::uintptr_t>(store->payload_writable()), bytes.size(),
+                        store->payload_committed());
 }
 
 std::uintptr_t buffer_address(nb::handle source) {
@@ -438,15 +242,17 @@ std::uintptr_t buffer_address(nb::handle source) {
 void bind_admin(nb::class_<StoreCore>& type, nb::module_& module) {
   using nb::arg;
   type.def(nb::init<bool>(), arg("allow_pickle"))
-      .def("open_new", &create, arg("name").none(), arg("limits"), arg("directory"), arg("spin"))
-      .def("open_existing", &attach, arg("name").none(), arg("directory"), arg("spin"))
+      .def("open_new", &create, arg("name").none(), arg("limits"), arg("directory"), arg("spin"),
+           arg("lock_limit"))
+      .def("open_existing", &attach, arg("name").none(), arg("directory"), arg("spin"),
+           arg("lock_limit"))
       .def("close", &StoreCore::close)
       .def("raw_stats", &stats)
       .def("check", &check, "Audit the whole arena; [] when sound.")
       .def("raw_sweep", &sweep)
       .def("payload_mapping", &payload_mapping)
       .def(
-          "abandon", [](StoreCore& core) { core.store().abandon(); },
+          "abandon", [](StoreCore& core) { StoreCore::Use(core)->abandon(); },
           "For tests: to every other process this one is dead from now on, without any clean-up.")
       .def_prop_ro("is_open", &StoreCore::is_open)
       .def_prop_ro("allow_pickle", [](StoreCore& core) { return core.allow_pickle; })
@@ -454,13 +260,15 @@ void bind_admin(nb::class_<StoreCore>& type, nb::module_& module) {
       .def_prop_ro("name", [](StoreCore& core) { return to_str(core.facts().name); })
       .def_prop_ro("path", [](StoreCore& core) { return to_str(core.facts().path); })
       .def_prop_ro("capacity", [](StoreCore& core) { return core.facts().capacity; })
-      .def_prop_ro("client_slot", [](StoreCore& core) { return core.store().client_slot(); });
+      .def_prop_ro("client_slot",
+                   [](StoreCore& core) { return StoreCore::Use(core)->client_slot(); });
   module.def("arenas", &arenas, arg("directory"), arg("remove_debris") = false);
   module.def("unlink", &unlink, arg("name").none(), arg("directory"));
   module.def("register_hooks", &register_hooks, arg("encode"), arg("decode"), arg("to_device"),
              arg("store_full"), arg("entry"));
   module.def("buffer_address", &buffer_address, arg("source"));
   module.def("set_leak_warnings", [](bool on) { nb::set_leak_warnings(on); }, arg("on"));
+  module.attr("ROWS_MIN") = kRowsMin;
   module.attr("CAPACITY_MIN") = kCapacityMin;
   module.attr("CAPACITY_MAX") = kCapacityMax;
   module.attr("OBJECTS_MAX") = kObjectsMax;
@@ -483,5 +291,5 @@ NB_MODULE(_core, module) {
   bind_objects(type);
   bind_sessions(type);
   bind_copy(module);
-  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&begin_exit));
+  bind_waits(module);
 }

@@ -39,6 +39,15 @@ Wait parse_timeout(nb::handle timeout);
 // A UTF-8 view of a str, valid while the object lives. BadName when it is not a str.
 std::string_view parse_text(nb::handle text, const char* what);
 
+// A bool; BadValue for anything else: `strict="no"` must not mean yes.
+bool parse_flag(nb::handle flag, const char* what);
+
+// A str of UTF-8; bytes that are not become escapes.
+nb::object to_str(std::string_view text);
+
+// Makes the core let go of the GIL where it waits, and the interpreter's end wait for nobody here.
+void bind_waits(nb::module_& module);
+
 // Runs without the GIL while it lives. A daemon thread whose interpreter goes away meanwhile stays
 // here for ever: taking the GIL back would unwind through frames that cannot be unwound, and abort.
 class WithoutGil {

@@ -63,19 +63,18 @@ Target parse_target(StoreCore& core, nb::handle session, nb::handle timeout, nb:
 }
 
 Draft reserve(const Target& target, std::uint64_t size) {
-  shmrl::Store& store = target.core.store();
+  const StoreCore::Use store(target.core);
   Draft draft;
   auto attempt = [&](const Wait& wait) {
-    return target.session.empty() ? store.reserve(size, wait, draft)
-                                  : store.reserve(size, target.session, wait, draft);
+    return target.session.empty() ? store->reserve(size, wait, draft)
+                                  : store->reserve(size, target.session, wait, draft);
   };
   Status status = attempt(Wait{});
-  const StoreCore::Use use(target.core);
   if (status == Status::full && target.wait.timeout_ns != 0) {
     const WithoutGil released;
     status = attempt(target.wait);
   }
-  if (status == Status::full || status == Status::too_large) raise_full(store, status, size);
+  if (status == Status::full || status == Status::too_large) raise_full(*store, status, size);
   require(status);
   return draft;
 }
@@ -83,14 +82,15 @@ Draft reserve(const Target& target, std::uint64_t size) {
 // Without a hold: what a session holds needs none. -> the position in the session.
 std::uint32_t seal_in_session(const Target& target, Draft& draft) {
   std::uint32_t position = 0;
-  require(target.core.store().seal(draft, nullptr, target.parent, nullptr, &position));
+  require(StoreCore::Use(target.core)->seal(draft, nullptr, target.parent, nullptr, &position));
   return position;
 }
 
 nb::object seal(const Target& target, Draft& draft, std::size_t payload_bytes) {
   const Ref ref = draft.ref();
   Hold hold;
-  require(target.core.store().seal(draft, target.session.empty() ? &hold : nullptr, target.parent));
+  require(StoreCore::Use(target.core)
+              ->seal(draft, target.session.empty() ? &hold : nullptr, target.parent));
   return nb::steal(new_ref(ref, std::move(hold), static_cast<std::int64_t>(payload_bytes)));
 }
 
@@ -228,8 +228,12 @@ class SourceBuffer {
 
 // A draft with a header and buffers behind each other. The caller's header leaves the length open.
 Draft gather(const Target& target, nb::handle head, nb::handle parts, std::size_t& payload_bytes) {
-  const nb::object items =
-      nb::steal(checked(PySequence_Fast(parts.ptr(), "parts must be a sequence of buffers")));
+  const nb::object items = nb::steal(PySequence_Fast(parts.ptr(), ""));
+  if (!items.is_valid()) {
+    PyErr_Clear();
+    raise("BadValue", std::string("the parts must be a sequence of buffers, not ") +
+                          Py_TYPE(parts.ptr())->tp_name);
+  }
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
   std::vector<SourceBuffer> sources;
   sources.reserve(static_cast<std::size_t>(count));
@@ -239,7 +243,9 @@ Draft gather(const Target& target, nb::handle head, nb::handle parts, std::size_
     payload_bytes += sources.back().size();
   }
   const SourceBuffer header(head);
-  if (header.size() < sizeof(ValueHeader)) raise("BadValue", "the head is no value header");
+  ValueHeader first;
+  if (!read_header(static_cast<const std::byte*>(header.data()), header.size(), first))
+    raise("BadValue", "the head is no value header; see shmstore.headers");
   Draft draft = reserve(target, header.size() + payload_bytes);
   std::byte* at = draft.data();
   std::memcpy(at, header.data(), header.size());
@@ -270,8 +276,14 @@ std::uint32_t append_parts(StoreCore& core, nb::handle session, nb::handle head,
   return seal_in_session(target, draft);
 }
 
-nb::object reserve_draft(nb::handle self, std::uint64_t size, nb::handle session,
-                         nb::handle timeout, nb::handle parent) {
+nb::object reserve_draft(nb::handle self, nb::handle bytes, nb::handle session, nb::handle timeout,
+                         nb::handle parent) {
+  const bool whole = PyLong_Check(bytes.ptr()) && !PyBool_Check(bytes.ptr());
+  const std::uint64_t size = whole ? PyLong_AsUnsignedLongLong(bytes.ptr()) : 0;
+  if (!whole || PyErr_Occurred()) {
+    PyErr_Clear();
+    raise("BadValue", "size must be a count of bytes, an int from 0 up to 2**64 - 1");
+  }
   const Target target = parse_target(nb::cast<StoreCore&>(self), session, timeout, parent);
   Draft draft = reserve(target, size);
   return nb::steal(new_draft(self, std::move(draft), target.parent, target.session.empty()));
@@ -281,14 +293,13 @@ nb::object reserve_draft(nb::handle self, std::uint64_t size, nb::handle session
 
 Pin take_pin(StoreCore& core, nb::handle ref_object, nb::handle timeout) {
   const Ref& ref = parse_ref(ref_object);
-  shmrl::Store& store = core.store();
   const Wait wait = parse_timeout(timeout);
+  const StoreCore::Use store(core);
   Pin pin;
-  Status status = store.pin(ref, Wait{}, pin);
+  Status status = store->pin(ref, Wait{}, pin);
   if (status == Status::not_sealed && wait.timeout_ns != 0) {
-    const StoreCore::Use use(core);
     const WithoutGil released;
-    status = store.pin(ref, wait, pin);
+    status = store->pin(ref, wait, pin);
   }
   require(status);
   return pin;
@@ -345,7 +356,9 @@ nb::object private_copy(const Pin& pin) {
   return copy;
 }
 
-nb::object get(nb::handle self, nb::handle ref, nb::handle timeout, bool copy, nb::handle device) {
+nb::object get(nb::handle self, nb::handle ref, nb::handle timeout, nb::handle copy_flag,
+               nb::handle device) {
+  const bool copy = parse_flag(copy_flag, "copy");
   auto& core = nb::cast<StoreCore&>(self);
   Pin pin = take_pin(core, ref, timeout);
   ValueHeader header;
@@ -377,14 +390,15 @@ nb::object pin_object(StoreCore& core, nb::handle ref, nb::handle timeout) {
 nb::object hold(StoreCore& core, nb::handle ref_object) {
   const Ref& ref = parse_ref(ref_object);
   Hold hold;
-  require(core.store().hold(ref, hold));
+  require(StoreCore::Use(core)->hold(ref, hold));
   return nb::steal(new_ref(ref, std::move(hold)));
 }
 
-std::uint64_t free_refs(StoreCore& core, nb::handle refs, bool strict) {
+std::uint64_t free_refs(StoreCore& core, nb::handle refs, nb::handle strict_flag) {
+  const bool strict = parse_flag(strict_flag, "strict");
   std::uint64_t ended = 0;
   if (is_ref(refs)) {
-    require(core.store().free({&parse_ref(refs), 1}, strict, ended));
+    require(StoreCore::Use(core)->free({&parse_ref(refs), 1}, strict, ended));
     return ended;
   }
   std::vector<Ref> all;
@@ -402,7 +416,7 @@ std::uint64_t free_refs(StoreCore& core, nb::handle refs, bool strict) {
     all.push_back(parse_ref(kept.back()));
   }
   if (PyErr_Occurred()) nb::raise_python_error();
-  require(core.store().free(all, strict, ended));
+  require(StoreCore::Use(core)->free(all, strict, ended));
   return ended;
 }
 
@@ -438,30 +452,34 @@ void bind_objects(nb::class_<StoreCore>& type) {
            "Write a value into the arena; with `session`, attach it in the same atomic step.\n\n"
            "Waits up to `timeout` seconds for room (None: not at all), then StoreFull. The ref is "
            "counted unless a session holds the object.")
-      .def("get", &get, arg("ref").none(), none("timeout"), arg("copy") = false, none("device"),
+      .def("get", &get, arg("ref").none(), none("timeout"), arg("copy").none() = false,
+           none("device"),
            nb::sig("def get(self, ref: ObjectRef, timeout: float | None = None, "
                    "copy: bool = False, device: typing.Any = None) -> typing.Any"),
            "The value, zero-copy and read-only; its view pins the bytes until it is collected.\n\n"
            "Waits up to `timeout` seconds for the seal (None: not at all), then ObjectNotSealed. "
            "ObjectFreed when it has ended. copy=True: private and writable. device: an array or "
            "tensor as a torch tensor there.")
-      .def("free", &free_refs, arg("refs").none(), arg("strict") = false,
+      .def("free", &free_refs, arg("refs").none(), arg("strict").none() = false,
            nb::sig("def free(self, refs: ObjectRef | collections.abc.Iterable[ObjectRef], "
                    "strict: bool = False) -> int"),
            "End objects; returns how many this call ended. What a session holds is skipped; "
-           "strict: NotOwner, and nothing is freed.")
+           "strict: NotOwner, and nothing is freed.\n\n"
+           "One step for all processes. A kill inside it may split it after each `sessions_max` "
+           "objects: those before have ended, those behind have not.")
       .def("hold", &hold, arg("ref").none(), nb::sig("def hold(self, ref: ObjectRef) -> ObjectRef"),
            "A counted reference to the object; ObjectFreed when it has ended.")
       .def("pin", &pin_object, arg("ref").none(), none("timeout"),
            "The object's bytes, header and all, as a read-only buffer that keeps them in place.")
-      .def("put_parts", &put_parts, arg("head"), arg("parts"), none("session"), none("timeout"),
-           none("parent"), "Gather a header and buffers into one object; see put_stream.")
-      .def("append_parts", &append_parts, arg("session").none(), arg("head"), arg("parts"),
-           none("parent"), none("timeout"),
+      .def("put_parts", &put_parts, arg("head").none(), arg("parts").none(), none("session"),
+           none("timeout"), none("parent"),
+           "Gather a header and buffers into one object; see put_stream.")
+      .def("append_parts", &append_parts, arg("session").none(), arg("head").none(),
+           arg("parts").none(), none("parent"), none("timeout"),
            "Gather into one object at the end of a session; -> its position there, instead of a "
            "ref.")
-      .def("reserve", &reserve_draft, arg("size"), none("session"), none("timeout"), none("parent"),
-           "An object of `size` bytes under construction; see build.");
+      .def("reserve", &reserve_draft, arg("size").none(), none("session"), none("timeout"),
+           none("parent"), "An object of `size` bytes under construction; see build.");
 }
 
 void bind_copy(nb::module_& module) {

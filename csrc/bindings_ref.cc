@@ -1,4 +1,4 @@
-// ObjectRef, Pin, DraftHandle and Unguarded: see bindings_ref.h.
+// ObjectRef, Pin and Unguarded, and refs inside messages: see bindings_ref.h.
 
 #include "bindings_ref.h"
 
@@ -9,7 +9,6 @@
 #include <cstring>
 #include <new>
 #include <unordered_map>
-#include <vector>
 
 #include "bindings_store.h"
 #include "bindings_values.h"
@@ -18,7 +17,6 @@ namespace shmrl::py {
 
 PyTypeObject* g_ref_type = nullptr;
 PyTypeObject* g_pin_type = nullptr;
-PyTypeObject* g_draft_type = nullptr;
 
 namespace {
 
@@ -35,36 +33,6 @@ std::unordered_multimap<std::uint64_t, StoreCore*>& stores() {
 
 RefObject* as_ref(PyObject* self) { return reinterpret_cast<RefObject*>(self); }
 PinObject* as_pin(PyObject* self) { return reinterpret_cast<PinObject*>(self); }
-DraftObject* as_draft(PyObject* self) { return reinterpret_cast<DraftObject*>(self); }
-
-template <class T>
-T* allocate(PyTypeObject* type) {
-  T* object = PyObject_New(T, type);
-  if (object == nullptr) nb::raise_python_error();
-  return object;
-}
-
-void destroy(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_Free(self);
-  Py_DECREF(type);
-}
-
-// Runs a body that throws nb::python_error, as a C slot that returns null.
-template <class Body>
-auto guarded(Body&& body) noexcept -> decltype(body()) {
-  try {
-    return body();
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  if constexpr (std::is_pointer_v<decltype(body())>)
-    return nullptr;
-  else
-    return -1;
-}
 
 // -- ObjectRef -----------------------------------------------------------------
 
@@ -154,17 +122,27 @@ PyObject* ref_reduce(PyObject* self, PyObject*) {
 
 PyObject* ref_copy(PyObject* self, PyObject*) { return Py_NewRef(self); }
 
-StoreCore& store_of(const Ref& ref) {
-  StoreCore* store = find_store(ref.arena);
-  if (store == nullptr)
-    raise("StoreClosed", "no open store of this process is attached to the arena of this ref");
-  return *store;
-}
+// The store that a ref can be asked through, and its Python object: kept, because a call may let go
+// of the GIL.
+struct Asked {
+  explicit Asked(const Ref& ref) : core(find_store(ref.arena)), kept(keep(core)) {}
+
+  StoreCore* core;
+  nb::object kept;
+
+ private:
+  static nb::object keep(StoreCore* core) {
+    if (core == nullptr)
+      raise("StoreClosed", "no open store of this process is attached to the arena of this ref");
+    return nb::find(*core);
+  }
+};
 
 PyObject* ref_alive(PyObject* self, void*) {
   return guarded([&]() -> PyObject* {
     const Ref& ref = as_ref(self)->ref;
-    const Status status = store_of(ref).store().probe(ref);
+    const Asked asked(ref);
+    const Status status = StoreCore::Use(*asked.core)->probe(ref);
     if (status == Status::freed) Py_RETURN_FALSE;
     if (status != Status::not_sealed) require(status);
     Py_RETURN_TRUE;
@@ -175,8 +153,9 @@ PyObject* ref_nbytes(PyObject* self, void*) {
   return guarded([&]() -> PyObject* {
     RefObject* object = as_ref(self);
     if (object->payload_bytes < 0) {
+      const Asked asked(object->ref);
       Pin pin;
-      require(store_of(object->ref).store().pin(object->ref, Wait{}, pin));
+      require(StoreCore::Use(*asked.core)->pin(object->ref, Wait{}, pin));
       ValueHeader header;
       object->payload_bytes = static_cast<std::int64_t>(
           read_header(pin.data(), pin.size(), header) ? header.payload_bytes : pin.size());
@@ -292,145 +271,6 @@ PyType_Slot unguarded_slots[] = {
 PyType_Spec unguarded_spec = {"shmstore._core.Unguarded", sizeof(UnguardedObject), 0,
                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, unguarded_slots};
 
-// -- DraftHandle ---------------------------------------------------------------
-
-// All Python views of a draft's bytes are based on one DraftView object (numpy keeps the exporter,
-// not the buffer, so counting buffers would miss it). While it lives the bytes must stay in place,
-// sealed, discarded or not: somebody could still write through it.
-struct DraftView {
-  PyObject_HEAD;
-  DraftObject* draft;  // owned
-};
-
-DraftView* as_view(PyObject* self) { return reinterpret_cast<DraftView*>(self); }
-PyTypeObject* g_view_type = nullptr;
-
-void view_dealloc(PyObject* self) {
-  DraftObject* draft = as_view(self)->draft;
-  draft->view = nullptr;
-  draft->kept.reset();
-  Py_DECREF(draft);
-  destroy(self);
-}
-
-int view_buffer(PyObject* self, Py_buffer* view, int flags) {
-  DraftObject* draft = as_view(self)->draft;
-  const bool readonly = draft->sealed || draft->dropped;
-  return PyBuffer_FillInfo(view, self, draft->data, draft->size, readonly ? 1 : 0, flags);
-}
-
-PyType_Slot view_slots[] = {
-    {Py_tp_dealloc, reinterpret_cast<void*>(view_dealloc)},
-    {Py_bf_getbuffer, reinterpret_cast<void*>(view_buffer)},
-    {Py_tp_doc, const_cast<char*>("The writable bytes of an object under construction.")},
-    {0, nullptr}};
-
-PyType_Spec view_spec = {
-    "shmstore._core.DraftView", sizeof(DraftView), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, view_slots};
-
-void draft_dealloc(PyObject* self) {
-  DraftObject* object = as_draft(self);
-  object->draft.~Draft();
-  object->kept.~Pin();
-  Py_XDECREF(object->store);
-  destroy(self);
-}
-
-shmrl::Store& store_of_draft(DraftObject* object) {
-  return nb::inst_ptr<StoreCore>(nb::handle(object->store))->store();
-}
-
-void require_open_draft(DraftObject* object) {
-  if (object->sealed || object->dropped)
-    raise("BadValue", object->sealed ? "the draft is sealed already" : "the draft was discarded");
-}
-
-PyObject* draft_seal(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    DraftObject* object = as_draft(self);
-    require_open_draft(object);
-    ValueHeader header;
-    const bool parsed = read_header(object->data, static_cast<std::uint64_t>(object->size), header);
-    const Ref ref = object->draft.ref();
-    Hold hold;
-    Pin* keep = object->view != nullptr ? &object->kept : nullptr;
-    const Status status = store_of_draft(object).seal(
-        object->draft, object->unattached ? &hold : nullptr, object->parent, keep);
-
-    if (status == Status::freed) object->dropped = true;
-    require(status);
-    object->sealed = true;
-    return new_ref(ref, std::move(hold),
-                   parsed ? static_cast<std::int64_t>(header.payload_bytes) : object->size);
-  });
-}
-
-PyObject* draft_discard(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    DraftObject* object = as_draft(self);
-    if (object->sealed || object->dropped) Py_RETURN_NONE;
-    object->dropped = true;
-    if (object->view == nullptr) {
-      require(store_of_draft(object).discard(object->draft));
-    } else {
-      // Writable views of the bytes exist: end the object, but let the bytes stay until they go.
-      const Ref ref = object->draft.ref();
-      std::uint64_t ended = 0;
-      require(store_of_draft(object).free({&ref, 1}, false, ended));
-    }
-    Py_RETURN_NONE;
-  });
-}
-
-PyObject* draft_ref(PyObject* self, void*) {
-  return guarded([&]() -> PyObject* {
-    DraftObject* object = as_draft(self);
-    require_open_draft(object);
-    return new_ref(object->draft.ref(), Hold());
-  });
-}
-
-PyObject* draft_view(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    DraftObject* object = as_draft(self);
-    require_open_draft(object);
-    if (object->view != nullptr) return Py_NewRef(object->view);
-    auto* view = allocate<DraftView>(g_view_type);
-    view->draft = reinterpret_cast<DraftObject*>(Py_NewRef(self));
-    object->view = reinterpret_cast<PyObject*>(view);
-    return object->view;
-  });
-}
-
-PyMethodDef draft_methods[] = {
-    {"view", draft_view, METH_NOARGS, "The writable bytes, as a buffer."},
-    {"seal", draft_seal, METH_NOARGS, "Publish the bytes; returns the ref."},
-    {"discard", draft_discard, METH_NOARGS, "End the object unsealed; no error when it is over."},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyGetSetDef draft_getters[] = {
-    {"ref", draft_ref, nullptr, "The ref before the seal, a plain name: a get on it waits.",
-     nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
-
-PyType_Slot draft_slots[] = {
-    {Py_tp_dealloc, reinterpret_cast<void*>(draft_dealloc)},
-    {Py_tp_methods, draft_methods},
-    {Py_tp_getset, draft_getters},
-    {Py_tp_doc, const_cast<char*>("An object under construction: view, then seal or discard.")},
-    {0, nullptr}};
-
-PyType_Spec draft_spec = {
-    "shmstore._core.DraftHandle", sizeof(DraftObject), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, draft_slots};
-
-PyTypeObject* add_type(nb::module_& module, const char* name, PyType_Spec& spec) {
-  PyObject* type = checked(PyType_FromSpec(&spec));
-  module.attr(name) = nb::handle(type);
-  return reinterpret_cast<PyTypeObject*>(type);  // one reference is kept for good
-}
-
 // -- refs inside messages ------------------------------------------------------
 
 // Unpickles a ref. A plain C function, because pickle finds it by its module and name.
@@ -440,7 +280,8 @@ PyObject* restore_ref(PyObject*, PyObject* data) {
     const Ref ref = decode_ref(PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data));
     Hold hold;
     if (t_adopter != nullptr) {
-      const Status status = nb::inst_ptr<StoreCore>(nb::handle(t_adopter))->store().hold(ref, hold);
+      const nb::object adopter = nb::borrow(t_adopter);
+      const Status status = StoreCore::Use(*nb::inst_ptr<StoreCore>(adopter))->hold(ref, hold);
       if (status != Status::freed && status != Status::foreign_ref && status != Status::not_sealed)
         require(status);
     }
@@ -474,8 +315,7 @@ nb::object swap_ref_adopter(nb::handle next) {
 void add_types(nb::module_& module) {
   g_ref_type = add_type(module, "ObjectRef", ref_spec);
   g_pin_type = add_type(module, "Pin", pin_spec);
-  g_draft_type = add_type(module, "DraftHandle", draft_spec);
-  g_view_type = add_type(module, "DraftView", view_spec);
+  add_draft_types(module);
   add_type(module, "Unguarded", unguarded_spec);
   nb::object module_name = module.attr("__name__");
   g_restore_ref = checked(PyCFunction_NewEx(&restore_definition, nullptr, module_name.ptr()));
@@ -503,20 +343,6 @@ PyObject* new_ref(const Ref& ref, Hold&& hold, std::int64_t payload_bytes) {
 PyObject* new_pin(Pin&& pin) {
   auto* object = allocate<PinObject>(g_pin_type);
   new (&object->pin) Pin(std::move(pin));
-  return reinterpret_cast<PyObject*>(object);
-}
-
-PyObject* new_draft(nb::handle store, Draft&& draft, std::int32_t parent, bool unattached) {
-  auto* object = allocate<DraftObject>(g_draft_type);
-  new (&object->draft) Draft(std::move(draft));
-  new (&object->kept) Pin();
-  object->store = Py_NewRef(store.ptr());
-  object->data = object->draft.data();
-  object->size = static_cast<Py_ssize_t>(object->draft.size());
-  object->view = nullptr;
-  object->parent = parent;
-  object->unattached = unattached;
-  object->sealed = object->dropped = false;
   return reinterpret_cast<PyObject*>(object);
 }
 

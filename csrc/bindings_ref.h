@@ -5,6 +5,8 @@
 // of store.h. Used by csrc/bindings*.cc only, with the GIL held.
 #pragma once
 
+#include <type_traits>
+
 #include "bindings_common.h"
 
 namespace shmrl::py {
@@ -43,6 +45,43 @@ extern PyTypeObject* g_pin_type;
 extern PyTypeObject* g_draft_type;
 
 void add_types(nb::module_& module);
+void add_draft_types(nb::module_& module);
+
+// A type that lives as long as the module does; one reference is kept for good.
+inline PyTypeObject* add_type(nb::module_& module, const char* name, PyType_Spec& spec) {
+  PyObject* type = checked(PyType_FromSpec(&spec));
+  module.attr(name) = nb::handle(type);
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+template <class T>
+T* allocate(PyTypeObject* type) {
+  T* object = PyObject_New(T, type);
+  if (object == nullptr) nb::raise_python_error();
+  return object;
+}
+
+inline void destroy(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+// Runs a body that throws nb::python_error, as a C slot that returns null.
+template <class Body>
+auto guarded(Body&& body) noexcept -> decltype(body()) {
+  try {
+    return body();
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  if constexpr (std::is_pointer_v<decltype(body())>)
+    return nullptr;
+  else
+    return -1;
+}
 
 inline bool is_ref(nb::handle object) noexcept { return Py_TYPE(object.ptr()) == g_ref_type; }
 

@@ -9,11 +9,6 @@
 namespace shmrl::py {
 namespace {
 
-nb::object to_str(const std::string& text) {
-  return nb::steal(
-      checked(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "strict")));
-}
-
 nb::list to_list(const std::vector<std::string>& texts) {
   nb::list list;
   for (const std::string& text : texts) list.append(to_str(text));
@@ -55,21 +50,21 @@ std::vector<std::string_view> parse_sessions(const nb::list& ids) {
 }
 
 void open(StoreCore& core, nb::handle id, nb::handle owner) {
-  require(core.store().open(parse_session(id), parse_owner(owner)));
+  require(StoreCore::Use(core)->open(parse_session(id), parse_owner(owner)));
 }
 
 std::uint32_t attach(StoreCore& core, nb::handle id, nb::handle ref, std::int64_t parent) {
   if (parent > std::numeric_limits<std::int32_t>::max())
     raise("BadValue", "parent is not a position of this session");
   std::uint32_t position = 0;
-  require(core.store().attach_object(parse_session(id), parse_ref(ref),
-                                     static_cast<std::int32_t>(parent), position));
+  require(StoreCore::Use(core)->attach_object(parse_session(id), parse_ref(ref),
+                                              static_cast<std::int32_t>(parent), position));
   return position;
 }
 
 nb::list objects(StoreCore& core, nb::handle id) {
   std::vector<Entry> entries;
-  require(core.store().objects(parse_session(id), entries));
+  require(StoreCore::Use(core)->objects(parse_session(id), entries));
   nb::list list;
   for (const Entry& entry : entries) {
     nb::object ref = nb::steal(new_ref(entry.ref, Hold()));
@@ -82,18 +77,19 @@ nb::list objects(StoreCore& core, nb::handle id) {
 
 std::uint64_t truncate(StoreCore& core, nb::handle id, std::int64_t keep) {
   std::uint64_t let_go = 0;
-  require(core.store().truncate(parse_session(id), keep, let_go));
+  require(StoreCore::Use(core)->truncate(parse_session(id), keep, let_go));
   return let_go;
 }
 
 nb::list transfer(StoreCore& core, const nb::list& ids, nb::handle src, nb::handle dst,
-                  bool strict) {
+                  nb::handle strict_flag) {
+  const bool strict = parse_flag(strict_flag, "strict");
   const auto texts = parse_sessions(ids);
   std::vector<std::string> moved;
   std::vector<Refusal> refused;
   const std::string_view source = parse_owner(src);
   const Status status =
-      core.store().transfer(texts, source, parse_owner(dst), strict, moved, refused);
+      StoreCore::Use(core)->transfer(texts, source, parse_owner(dst), strict, moved, refused);
   if (strict && !refused.empty() &&
       (status == Status::not_owner || status == Status::session_released))
     raise_refused("transferred", source, refused);
@@ -101,12 +97,13 @@ nb::list transfer(StoreCore& core, const nb::list& ids, nb::handle src, nb::hand
   return to_list(moved);
 }
 
-nb::list release(StoreCore& core, const nb::list& ids, nb::handle owner, bool strict) {
+nb::list release(StoreCore& core, const nb::list& ids, nb::handle owner, nb::handle strict_flag) {
+  const bool strict = parse_flag(strict_flag, "strict");
   const auto texts = parse_sessions(ids);
   std::vector<std::string> released;
   std::vector<Refusal> refused;
   const std::string_view holder = parse_owner(owner);
-  const Status status = core.store().release(texts, holder, strict, released, refused);
+  const Status status = StoreCore::Use(core)->release(texts, holder, strict, released, refused);
   if (strict && status == Status::not_owner && !refused.empty()) {
     std::erase_if(refused, [](const Refusal& refusal) { return refusal.why != Status::not_owner; });
     raise_refused("released", holder, refused);
@@ -117,13 +114,13 @@ nb::list release(StoreCore& core, const nb::list& ids, nb::handle owner, bool st
 
 nb::list release_owned(StoreCore& core, nb::handle owner) {
   std::vector<std::string> released;
-  require(core.store().release_owned(parse_owner(owner), released));
+  require(StoreCore::Use(core)->release_owned(parse_owner(owner), released));
   return to_list(released);
 }
 
 nb::object owner(StoreCore& core, nb::handle id) {
   std::string holder;
-  require(core.store().owner(parse_session(id), holder));
+  require(StoreCore::Use(core)->owner(parse_session(id), holder));
   return to_str(holder);
 }
 
@@ -134,13 +131,13 @@ nb::list list(StoreCore& core, nb::handle owner) {
     holder = parse_owner(owner);
     if (holder.empty()) raise("BadName", "an owner has 1 to 63 bytes, not none");
   }
-  require(core.store().list(holder, ids));
+  require(StoreCore::Use(core)->list(holder, ids));
   return to_list(ids);
 }
 
 bool contains(StoreCore& core, nb::handle id) {
   bool present = false;
-  const Status status = core.store().contains(parse_session(id), present);
+  const Status status = StoreCore::Use(core)->contains(parse_session(id), present);
   if (status == Status::bad_id) return false;
   require(status);
   return present;
@@ -148,7 +145,7 @@ bool contains(StoreCore& core, nb::handle id) {
 
 std::uint64_t count(StoreCore& core) {
   std::uint64_t sessions = 0;
-  require(core.store().session_count(sessions));
+  require(StoreCore::Use(core)->session_count(sessions));
   return sessions;
 }
 
@@ -158,11 +155,11 @@ void bind_owner(StoreCore& core, nb::handle owner, nb::handle heir) {
     heir_text = parse_text(heir, "an heir");
     if (heir_text.empty()) raise("BadName", "an heir has 1 to 63 bytes; None means no heir");
   }
-  require(core.store().bind(parse_owner(owner), heir_text));
+  require(StoreCore::Use(core)->bind(parse_owner(owner), heir_text));
 }
 
 void unbind_owner(StoreCore& core, nb::handle owner) {
-  require(core.store().unbind(parse_owner(owner)));
+  require(StoreCore::Use(core)->unbind(parse_owner(owner)));
 }
 
 }  // namespace
@@ -174,8 +171,8 @@ void bind_sessions(nb::class_<StoreCore>& type) {
       .def("session_objects", &objects, arg("session").none())
       .def("session_truncate", &truncate, arg("session").none(), arg("keep"))
       .def("session_transfer", &transfer, arg("sessions"), arg("src").none(), arg("dst").none(),
-           arg("strict"))
-      .def("session_release", &release, arg("sessions"), arg("owner").none(), arg("strict"))
+           arg("strict").none())
+      .def("session_release", &release, arg("sessions"), arg("owner").none(), arg("strict").none())
       .def("session_release_owned", &release_owned, arg("owner").none())
       .def("session_owner", &owner, arg("session").none())
       .def("session_list", &list, arg("owner").none())

@@ -16,23 +16,19 @@ class StoreCore {
   StoreCore(const StoreCore&) = delete;
   StoreCore& operator=(const StoreCore&) = delete;
 
-  // StoreClosed when it was never opened or was closed; a forked one answers by status. The
-  // reference is good while the GIL is held, and across its release under a Use.
-  shmrl::Store& store() const {
-    if (!store_) [[unlikely]]
-      raise_not_open();
-    return *store_;
-  }
   void open(std::unique_ptr<shmrl::Store> store);
   // Leaves the arena and gives its memory back, as soon as no other thread is inside a call.
   void close() noexcept;
   bool is_open() const noexcept { return store_ && store_->is_open(); }
 
-  // Keeps the store object in place while a call runs without the GIL. GIL held at both ends. The
+  // The store, kept in place for the length of a call: any call of it may wait, and lets go of the
+  // GIL then. GIL held at both ends. StoreClosed when the store was never opened or was closed. The
   // uses of a thread nest: a wait runs Python's signal handlers, and those may call us again.
   class Use {
    public:
     explicit Use(StoreCore& core) : core_(core), outer_(innermost_) {
+      if (!core.store_ || core.closed_) [[unlikely]]
+        core.raise_not_open();
       ++core_.users_;
       innermost_ = this;
     }
@@ -42,6 +38,9 @@ class StoreCore {
     }
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
+
+    shmrl::Store& operator*() const noexcept { return *core_.store_; }
+    shmrl::Store* operator->() const noexcept { return core_.store_.get(); }
 
     // Whether this thread is inside a use of a store that has been closed meanwhile.
     static bool of_closed() noexcept { return innermost_ != nullptr && innermost_->core_.closed_; }

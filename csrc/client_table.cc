@@ -122,10 +122,10 @@ void clear_clients(Arena& arena, const Txn& txn, const ClientMask& gone, SweepRe
 }  // namespace
 
 void join_arena(Arena& arena) {
-  arena.slot = 0;
+  arena.set_slot(0);
   if (!set_byte_lock(arena, 0, F_WRLCK))
-    throw Failure(Status::stuck,
-                  "another process is joining arena " + arena.name + " outside its directory lock");
+    throw Failure(Status::stuck, "another process is joining arena " + arena.name +
+                                     " without the lock on its name");
   try {
     Txn txn(arena);
     std::uint32_t slot = take_free_slot(arena, txn);
@@ -138,7 +138,7 @@ void join_arena(Arena& arena) {
       throw Failure(Status::clients_full,
                     "all " + std::to_string(kClientsMax) + " client slots of arena " + arena.name +
                         " are taken by live processes; close one of them first");
-    arena.slot = slot;
+    arena.set_slot(slot);
   } catch (...) {
     set_byte_lock(arena, 0, F_UNLCK);
     throw;
@@ -147,7 +147,7 @@ void join_arena(Arena& arena) {
 }
 
 void join_unpublished(Arena& arena) {
-  arena.slot = 1;
+  arena.set_slot(1);
   if (!set_byte_lock(arena, 1, F_WRLCK)) throw_system("fcntl", arena.path);
   Txn txn(arena);
   enter_slot(arena, txn, 1);
@@ -181,14 +181,14 @@ void sweep_dead(Arena& arena, const Txn& txn, SweepReport& report) {
 
 void leave_arena(Arena& arena, const Txn& txn) {
   ClientMask gone = {};
-  gone[arena.slot / 64] = 1ull << (arena.slot % 64);
+  gone[arena.slot() / 64] = 1ull << (arena.slot() % 64);
   SweepReport report;
   clear_clients(arena, txn, gone, report);
 }
 
 void leave_partly(Arena& arena, const Txn& txn) {
   ClientMask gone = {};
-  gone[arena.slot / 64] = 1ull << (arena.slot % 64);
+  gone[arena.slot() / 64] = 1ull << (arena.slot() % 64);
   SweepReport report;
   owners_lose_clients(arena, txn, gone);
   clear_columns(arena, txn, gone, false, report);

@@ -17,7 +17,7 @@
 
 namespace shmrl {
 
-// Joins as the next free client. The caller holds the directory lock (arena_file.h), so that there
+// Joins as the next free client. The caller holds the arena's NameLock, so that there
 // is one joiner at a time: it acts as slot 0 until it has its own. Sweeps the dead first when no
 // slot is free. Throws Failure(clients_full).
 void join_arena(Arena& arena);

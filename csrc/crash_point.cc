@@ -12,6 +12,7 @@ namespace {
 // Process-private: relaxed, one thread drives a crash test.
 std::atomic<std::uint64_t> g_hits{0};
 std::atomic<std::uint64_t> g_armed{0};
+std::atomic<int> g_signal{SIGKILL};
 std::atomic<const char*> g_file{""};
 std::atomic<int> g_line{0};
 }  // namespace
@@ -20,13 +21,13 @@ void hit(const char* file, int line) noexcept {
   g_file.store(file, std::memory_order_relaxed);
   g_line.store(line, std::memory_order_relaxed);
   std::uint64_t const n = g_hits.fetch_add(1, std::memory_order_relaxed) + 1;
-  if (n == g_armed.load(std::memory_order_relaxed)) {
-    ::kill(::getpid(), SIGKILL);
-    for (;;) ::pause();  // SIGKILL of oneself is delivered before kill() returns to user space
-  }
+  // A signal to oneself is delivered before kill() returns to user space.
+  if (n == g_armed.load(std::memory_order_relaxed))
+    ::kill(::getpid(), g_signal.load(std::memory_order_relaxed));
 }
 
-void arm(std::uint64_t n) noexcept {
+void arm(std::uint64_t n, int signal) noexcept {
+  g_signal.store(signal, std::memory_order_relaxed);
   g_armed.store(n, std::memory_order_relaxed);
   g_hits.store(0, std::memory_order_relaxed);
 }

@@ -1,20 +1,23 @@
 // Crash points: every store to the arena (and every system call that changes what other processes
 // see) is followed by one. In the normal build they are nothing.
 //
-// With -DSHMRL_CRASH_POINTS a test arms one: the process dies by SIGKILL right after the n-th
-// store. The crash matrix (csrc/tests/crash_matrix.cc) visits every n of every operation.
+// With -DSHMRL_CRASH_POINTS a test arms one: the process gets a signal right after the n-th store.
+// The crash matrix (csrc/tests/crash_matrix.cc) visits every n of every operation with SIGKILL.
 #pragma once
 
 #ifdef SHMRL_CRASH_POINTS
+
+#include <signal.h>
 
 #include <cstdint>
 
 namespace shmrl::crash {
 
-// Counts a store made at file:line; dies there if it is the armed one.
+// Counts a store made at file:line; dies or stops there if it is the armed one.
 void hit(const char* file, int line) noexcept;
-// Dies at the `n`-th hit from now on (1-based); 0 disarms. Resets the count.
-void arm(std::uint64_t n) noexcept;
+// Sends itself SIGKILL or SIGSTOP at the `n`-th hit from now on (1-based); 0 disarms. Resets the
+// count.
+void arm(std::uint64_t n, int signal = SIGKILL) noexcept;
 // Hits since the last arm().
 std::uint64_t hits() noexcept;
 // Where the last hit was (for reports).

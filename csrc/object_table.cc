@@ -112,8 +112,8 @@ void commit_object(Arena& arena, const Txn& txn, std::uint32_t index, std::uint6
   ObjectEntry& e = arena.object(index);
   h.free_object.set(txn, e.next_free.get());
   h.next_generation.set(txn, generation + 1);
-  std::uint32_t const mine = arena.slot / 64;
-  std::uint64_t const bit = 1ull << (arena.slot % 64);
+  std::uint32_t const mine = arena.slot() / 64;
+  std::uint64_t const bit = 1ull << (arena.slot() % 64);
   for (std::uint32_t i = 0; i < kMaskWords; ++i) {
     std::uint64_t const want = i == mine ? bit : 0;
     // Relaxed: published by the state below. A stale setter's transient bit may be lost here; it

@@ -13,16 +13,17 @@
 // lock, so that a stale reference never clears a bit that another thread owns. The lock order is in
 // robust_lock.h.
 //
-// Called by the facade (store.cc) only.
+// Called by the facade (store*.cc) only. Implemented in process_names.cc (by name),
+// process_arena.cc (calls, closing) and process_refs.cc (references).
 #pragma once
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 
 #include "arena.h"
 #include "arena_file.h"
 #include "object_table.h"
+#include "registry.h"
 #include "store.h"
 
 namespace shmrl {
@@ -46,7 +47,10 @@ class ProcessArena {
   static std::vector<ArenaInfo> list(const std::string& directory);
   static std::vector<ArenaInfo> remove_debris(const std::string& directory);
 
-  bool forked() const noexcept;
+  bool forked() const noexcept {
+    return fork_generation_ != g_fork_generation.load(std::memory_order_relaxed);
+  }
+  bool has_file(FileId id) const noexcept { return id_ == id || lock_id_ == id; }
   // Wait::interrupted, which may close the store that this thread is waiting in.
   bool run_callback(const Wait& wait) const;
   void close_handle() noexcept;   // Store::close
@@ -84,9 +88,12 @@ class ProcessArena {
   void close_if_pending() noexcept;
   void leave() noexcept;
   void maybe_unmap() noexcept;
-  static ProcessArena* find_open(FileId id) noexcept;  // by its arena file or its lock file
+  void open_again() noexcept;
+  void publish();
   template <class Setup>
-  static ProcessArena* add(Setup setup);
+  static ProcessArena* prepare(Setup setup);
+  static void remove_debris_of(const std::string& directory, const std::string& name,
+                               std::vector<ArenaInfo>& removed);
 
   LocalRecord* records_ = nullptr;
   FileId id_, lock_id_;

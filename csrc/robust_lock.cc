@@ -25,33 +25,20 @@ bool holder_gone(const Arena& arena, std::uint32_t word) noexcept {
   if (holder >= kSlots) return true;
   // Slot 0 belongs to one joiner at a time (client_table.cc): if we are it and do not hold the
   // lock, the word is that of a joiner that died.
-  if (holder == 0 && arena.slot == 0) return true;
+  if (holder == 0 && arena.slot() == 0) return true;
   return !client_alive(arena, holder);
 }
 
-void acquire_slow(Arena& arena) {
+WaitHooks g_wait_hooks;
+
+// Waits with nothing held until the lock may be had: it is free, or its holder is gone.
+void wait_for_lock(Arena& arena, std::int64_t deadline_ns) {
+  Outside const outside;
   Shared<std::uint32_t>& lock = arena.header().lock;
-  std::uint32_t const mine = word_of(arena.slot);
-  for (int i = 0; i < kSpins; ++i) {
-    std::uint32_t word = lock.load(std::memory_order_relaxed);
-    // Acquire: pairs with the release in release_lock().
-    if (word == 0 && lock.compare_exchange(word, mine, std::memory_order_acquire)) return;
-    cpu_relax();
-  }
-  std::int64_t const deadline = monotonic_ns() + arena.lock_limit_ns;
   for (;;) {
     std::uint32_t word = lock.load(std::memory_order_relaxed);
-    if (word == 0) {
-      // Others may sleep: keep the mark, so that our release wakes one of them.
-      if (lock.compare_exchange(word, mine | kLockWaiters, std::memory_order_acquire)) return;
-      continue;
-    }
-    if (holder_gone(arena, word)) {
-      // Acquire: the kernel dropped the dead holder's byte lock after its last store.
-      if (lock.compare_exchange(word, mine | kLockWaiters, std::memory_order_acquire)) return;
-      continue;
-    }
-    if (monotonic_ns() >= deadline)
+    if (word == 0 || holder_gone(arena, word)) return;
+    if (monotonic_ns() >= deadline_ns)
       throw Failure(Status::stuck,
                     "the lock of arena " + arena.name + " is held by client slot " +
                         std::to_string((word & ~kLockWaiters) - 1) + " (pid " +
@@ -65,10 +52,30 @@ void acquire_slow(Arena& arena) {
   }
 }
 
+void acquire_slow(Arena& arena) {
+  Shared<std::uint32_t>& lock = arena.header().lock;
+  std::uint32_t const mine = word_of(arena.slot());
+  for (int i = 0; i < kSpins; ++i) {
+    std::uint32_t word = lock.load(std::memory_order_relaxed);
+    // Acquire: pairs with the release in release_lock().
+    if (word == 0 && lock.compare_exchange(word, mine, std::memory_order_acquire)) return;
+    cpu_relax();
+  }
+  std::int64_t const deadline = monotonic_ns() + arena.lock_limit_ns;
+  for (;;) {
+    wait_for_lock(arena, deadline);
+    std::uint32_t word = lock.load(std::memory_order_relaxed);
+    if (word != 0 && !holder_gone(arena, word)) continue;  // somebody was faster
+    // Others may sleep: keep the mark, so that our release wakes one of them. Acquire: as above, or
+    // after the kernel dropped a dead holder's byte lock, which followed its last store.
+    if (lock.compare_exchange(word, mine | kLockWaiters, std::memory_order_acquire)) return;
+  }
+}
+
 void acquire_lock(Arena& arena) {
   std::uint32_t expected = 0;
   // Acquire: pairs with the release in release_lock().
-  if (!arena.header().lock.compare_exchange(expected, word_of(arena.slot),
+  if (!arena.header().lock.compare_exchange(expected, word_of(arena.slot()),
                                             std::memory_order_acquire)) [[unlikely]]
     acquire_slow(arena);
 }
@@ -100,6 +107,15 @@ void wake_queue_head(Arena& arena) noexcept {
 
 }  // namespace
 
+void set_wait_hooks(WaitHooks hooks) noexcept { g_wait_hooks = hooks; }
+
+Outside::Outside() noexcept
+    : state_(g_wait_hooks.leave != nullptr ? g_wait_hooks.leave() : nullptr) {}
+
+Outside::~Outside() {
+  if (state_ != nullptr) g_wait_hooks.enter(state_);
+}
+
 FutexResult futex_wait(const std::uint32_t* word, std::uint32_t expected,
                        std::int64_t timeout_ns) noexcept {
   timespec timeout{};
@@ -126,7 +142,7 @@ std::int64_t monotonic_ns() noexcept {
 }
 
 bool client_alive(const Arena& arena, std::uint32_t slot) noexcept {
-  if (slot == arena.slot) return true;  // F_GETLK does not report one's own locks
+  if (slot == arena.slot()) return true;  // F_GETLK does not report one's own locks
   struct flock probe{};
   probe.l_type = F_WRLCK;
   probe.l_whence = SEEK_SET;

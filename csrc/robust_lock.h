@@ -8,7 +8,9 @@
 // Not a pthread robust mutex: those name their holder by thread id, which means nothing in another
 // pid namespace, and mark the state consistent before a repair can be known to be complete.
 //
-// Lock order: registry mutex (process_arena.cc) < arena lock < record lock (process_arena.cc).
+// Lock order: name lock (name_lock.h) < registry mutex (registry.h) < arena lock < record lock
+// (process_refs.cc). Python's GIL comes before all of them: who has it and meets a lock that is not
+// free lets go of it first (Outside), and takes it back with nothing held.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +33,19 @@ inline void cpu_relax() noexcept {
   asm volatile("yield" ::: "memory");
 #endif
 }
+
+// While it lives this thread may wait: what its caller holds for it (Python's GIL) is let go of.
+// Made and destroyed with no lock of the core held.
+class Outside {
+ public:
+  Outside() noexcept;
+  ~Outside();
+  Outside(const Outside&) = delete;
+  Outside& operator=(const Outside&) = delete;
+
+ private:
+  void* state_;
+};
 
 // Whether the process behind a slot lives: it holds the byte lock of its slot. No lock needed.
 bool client_alive(const Arena& arena, std::uint32_t slot) noexcept;

@@ -155,8 +155,8 @@ std::uint32_t find_or_add_owner(Arena& arena, const Txn& txn, std::string_view n
 
 void bind_owner(Arena& arena, const Txn& txn, std::uint32_t owner, std::uint32_t heir) {
   OwnerEntry& o = arena.owner(owner);
-  Cell<std::uint64_t>& word = o.bound[arena.slot / 64];
-  std::uint64_t const bound = word.get() | 1ull << (arena.slot % 64);
+  Cell<std::uint64_t>& word = o.bound[arena.slot() / 64];
+  std::uint64_t const bound = word.get() | 1ull << (arena.slot() % 64);
   // Which store comes first decides what a death between them leaves. Where others act as this
   // owner the sweep takes our bit back and their heir stands; where nobody does, a heir without a
   // client is not looked at, while our bit alone would make the sweep let go of the owner's
@@ -276,8 +276,6 @@ std::uint64_t journal_word(JournalOp op, std::uint32_t owner, std::uint64_t coun
 // Publishes the plan: from here on it happens, whoever dies.
 void commit_journal(Arena& arena, const Txn& txn, JournalOp op, std::uint32_t owner,
                     std::span<const std::uint32_t> entries) {
-  arena.ensure_ready(txn, arena.header().journal_table, arena.sessions_limit(),
-                     sizeof(std::uint32_t), entries.size());
   for (std::size_t i = 0; i < entries.size(); ++i) arena.journal_entry(i).set(txn, entries[i]);
   std::uint64_t const word = journal_word(op, owner, entries.size());
 #ifdef SHMRL_CANARY_NO_JOURNAL

@@ -9,6 +9,7 @@ from .errors import StoreFull
 from .sessions import Entry
 
 CAPACITY_MIN: int
+ROWS_MIN: int
 CAPACITY_MAX: int
 OBJECTS_MAX: int
 SESSIONS_MAX: int
@@ -88,8 +89,10 @@ class StoreCore:
     """A handle on an arena; `shmstore.Store` derives from it."""
 
     def __init__(self, allow_pickle: bool) -> None: ...
-    def open_new(self, name: str, limits: dict[str, int], directory: str, spin: float) -> None: ...
-    def open_existing(self, name: str, directory: str, spin: float) -> None: ...
+    def open_new(
+        self, name: str, limits: dict[str, int], directory: str, spin: float, lock_limit: float
+    ) -> None: ...
+    def open_existing(self, name: str, directory: str, spin: float, lock_limit: float) -> None: ...
     def close(self) -> None: ...
     def abandon(self) -> None: ...
     @property
@@ -164,7 +167,10 @@ class StoreCore:
         """A counted reference to the object; ObjectFreed when it has ended."""
     def free(self, refs: ObjectRef | Iterable[ObjectRef], strict: bool = False) -> int:
         """End objects; returns how many this call ended. Repeated and ended refs are no error. What
-        a session holds is skipped; strict: NotOwner, and nothing is freed."""
+        a session holds is skipped; strict: NotOwner, and nothing is freed.
+
+        One step for all processes. A kill inside it may split it after each `sessions_max`
+        objects: those before have ended, those behind have not."""
     def check(self) -> list[str]:
         """Audit the whole arena; [] when sound."""
     def raw_stats(self) -> dict[str, Any]: ...

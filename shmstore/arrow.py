@@ -97,11 +97,23 @@ def decode(header: Header, whole: memoryview) -> Any:
         with pa.ipc.open_stream(payload) as reader:
             if sort in (Sort.BATCH, Sort.ARRAY):
                 batch = reader.read_next_batch()
-                return batch if sort is Sort.BATCH else batch.column(0)
+                return batch if sort is Sort.BATCH else _column(batch)
             table = reader.read_all()
-            return table if sort is Sort.TABLE else table.column(0)
+            return table if sort is Sort.TABLE else _column(table)
     except (pa.ArrowException, ValueError, StopIteration) as error:
         raise ArenaDamaged(f"the object is no Arrow {header.text!r} stream: {error}") from error
+
+
+def _column(container: Any) -> Any:
+    """The array that travelled alone. Of an extension type that this process does not know, Arrow
+    would give the storage without a word; in a batch or table its field still names the type."""
+    name = (container.schema.field(0).metadata or {}).get(b"ARROW:extension:name")
+    if name is not None:
+        raise NotStorable(
+            f"the object is an Arrow array of the extension type {name.decode()!r}, which this "
+            "process does not know; call pyarrow.register_extension_type first"
+        )
+    return container.column(0)
 
 
 def _container(pa: ModuleType, value: Any, sort: Sort) -> Any:

@@ -3,8 +3,9 @@
 Owns the dispatch. `Store` calls `encode` for values that `_core` does not write itself, and
 `decode` for headers that it does not read itself. What comes back equals what was put:
 
-    numpy array        read-only view (Fortran order kept, other strides become C order)
-    torch tensor       tensor over read-only pages (see `tensors`)
+    numpy array        read-only view (Fortran order kept, other strides become C order); of a
+                       memmap its values, as an ndarray
+    torch tensor       tensor over read-only pages (see `tensors`), values only: no requires_grad
     Arrow value        the same class over the arena's buffers
     bytes, bytearray   bytes, bytearray: a copy, as their types promise. For zero-copy put a
                        memoryview, or read any object with `Store.buffer`
@@ -42,6 +43,8 @@ def encode(value: object, *, allow_pickle: bool) -> Encoded:
         return tensors.encode_tensor(value)
     elif (sort := arrow.sort_of(value)) is not None:
         return arrow.encode(value, sort)
+    if tensors.is_storage(value):
+        raise NotStorable("a torch storage cannot be rebuilt; put a tensor over it instead")
     if not allow_pickle:
         raise PickleRefused(
             f"a {type(value).__qualname__} needs pickle, and this store has allow_pickle=False; "

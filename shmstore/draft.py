@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from . import headers, tensors
-from .errors import BadValue, NotStorable
+from . import _core, headers, tensors
+from .errors import BadValue, NotStorable, ObjectTooLarge
 from .headers import Kind
 
 if TYPE_CHECKING:
@@ -128,6 +128,11 @@ class _ArrayPlan:
 
     def _packed(self) -> tuple[bytes, int]:
         payload_bytes = math.prod(self.shape) * self.itemsize
+        if payload_bytes > _core.CAPACITY_MAX:
+            raise ObjectTooLarge(
+                f"{payload_bytes} bytes fit no arena: the largest holds {_core.CAPACITY_MAX}",
+                needed=payload_bytes,
+            )
         if isinstance(self.dtype, str):
             packed = headers.pack(Kind.TENSOR, payload_bytes, shape=self.shape, text=self.dtype)
         else:
@@ -139,10 +144,16 @@ class _ArrayPlan:
 
 
 def _checked_shape(shape: int | tuple[int, ...]) -> tuple[int, ...]:
-    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    dims: tuple[Any, ...]
+    try:
+        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    except TypeError:
+        dims = (None,)  # not a shape at all
     whole = all(isinstance(dim, (int, np.integer)) and not isinstance(dim, bool) for dim in dims)
-    if not whole or any(dim < 0 for dim in dims) or len(dims) > headers.NDIM_MAX:
-        raise BadValue(f"shape must be up to {headers.NDIM_MAX} ints from 0 up, not {shape!r}")
+    if not whole or not all(0 <= dim < 1 << 63 for dim in dims) or len(dims) > headers.NDIM_MAX:
+        raise BadValue(
+            f"shape must be up to {headers.NDIM_MAX} ints from 0 to 2**63 - 1, not {shape!r}"
+        )
     return tuple(int(dim) for dim in dims)
 
 

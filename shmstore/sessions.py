@@ -2,8 +2,8 @@
 
 Owns no state: the table is in the arena, and every call here is one atomic step there, ordered the
 same for all processes. Reached as `store.sessions`, from any process and thread. Ids and owners are
-texts of 1 to 63 bytes of UTF-8. Methods raise BadName for others, SessionReleased for sessions that
-are gone.
+texts of 1 to 63 bytes of UTF-8. Methods raise BadName for others, BadValue for what is no list of
+texts, SessionReleased for sessions that are gone; whatever is raised, nothing has changed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ._core import ObjectRef
 
 ANYBODY = "*"
+POSITION_MAX = 2**31 - 1
 
 
 class Entry(NamedTuple):
@@ -111,15 +112,19 @@ class Sessions:
 
 
 def _position(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise BadValue(f"a position or count in a session is an int from 0 up, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= POSITION_MAX:
+        raise BadValue(
+            f"a position or count in a session is an int from 0 to {POSITION_MAX}, not {value!r}"
+        )
     return value
 
 
 def _ids(sessions: Iterable[str]) -> builtins.list[str]:
-    if isinstance(sessions, (str, bytes)):
+    if isinstance(sessions, (str, bytes, bytearray)):
         raise BadValue(f"expected a list of session ids, not the single text {sessions!r}")
+    if not isinstance(sessions, Iterable):
+        raise BadValue(f"expected a list of session ids, not {sessions!r}")
     return list(sessions)
 
 
-__all__ = ["ANYBODY", "Entry", "Sessions"]
+__all__ = ["ANYBODY", "POSITION_MAX", "Entry", "Sessions"]

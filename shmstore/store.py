@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from . import _core, arrow, codec, device, draft, headers, sessions, usage
+from . import _core, arrow, codec, copies, device, draft, headers, sessions, usage
 from ._core import ObjectRef
 from .errors import BadValue, NotThereYet
 
@@ -29,13 +29,18 @@ OBJECTS_DEFAULT = 1 << 20
 SESSIONS_DEFAULT = 1 << 16
 SPIN_S_DEFAULT = 20e-6
 SPIN_S_MAX = 1.0
+LOCK_LIMIT_S_DEFAULT = 30.0
+LOCK_LIMIT_S_MAX = 3600.0
 
 
 class Store(_core.StoreCore):
     """A handle; made by `Store.create` and `Store.attach`. A context manager that closes."""
 
     def __init__(self, *, allow_pickle: bool = True) -> None:
-        super().__init__(bool(allow_pickle))
+        # Not bool(): allow_pickle="no" must not mean yes.
+        if not isinstance(allow_pickle, bool):
+            raise BadValue(f"allow_pickle must be True or False, not {allow_pickle!r}")
+        super().__init__(allow_pickle)
 
     @property
     def sessions(self) -> sessions.Sessions:
@@ -57,6 +62,7 @@ class Store(_core.StoreCore):
         spill_dir: str | None = None,
         allow_pickle: bool = True,
         spin_s: float = SPIN_S_DEFAULT,
+        lock_limit_s: float = LOCK_LIMIT_S_DEFAULT,
         directory: str = DIRECTORY,
     ) -> Self:
         """Make an arena of `capacity` bytes (or "4GiB") and attach to it.
@@ -64,20 +70,24 @@ class Store(_core.StoreCore):
         Memory is taken as it is used. StoreExists while a live process has an arena of that name (a
         dead one is removed first); BadName, BadValue for arguments out of range; OutOfMemory when
         the machine cannot back it. `spin_s`: how long a wait for a seal spins before it sleeps.
+        `lock_limit_s`: how long any call waits for a process that is alive and stopped inside the
+        arena's lock, or in the making of an arena of this name, before it raises StoreStuck.
         """
         if spill_dir is not None:
             raise NotThereYet("spilling to disk is not there yet; leave spill_dir out")
         limits = {
-            "capacity": _limit("capacity", usage.parse_size(capacity), _core.CAPACITY_MAX),
-            "max_objects": _limit("max_objects", max_objects, _core.OBJECTS_MAX),
-            "max_sessions": _limit("max_sessions", max_sessions, _core.SESSIONS_MAX),
-            "max_attachments": _limit(
-                "max_attachments", max_attachments or 0, _core.OBJECTS_MAX * 4
+            "capacity": _capacity(usage.parse_size(capacity)),
+            "max_objects": _rows("max_objects", max_objects, _core.OBJECTS_MAX),
+            "max_sessions": _rows("max_sessions", max_sessions, _core.SESSIONS_MAX),
+            "max_attachments": 0  # as many as objects and sessions together
+            if max_attachments is None
+            else _rows(
+                "max_attachments", max_attachments, 2 * (_core.OBJECTS_MAX + _core.SESSIONS_MAX)
             ),
-            "max_owners": _limit("max_owners", max_owners, _core.OWNERS_MAX),
+            "max_owners": _rows("max_owners", max_owners, _core.OWNERS_MAX),
         }
         store = cls(allow_pickle=allow_pickle)
-        store.open_new(name, limits, directory, _spin(spin_s))
+        store.open_new(name, limits, *_opening(directory, spin_s, lock_limit_s))
         return store
 
     @classmethod
@@ -87,13 +97,14 @@ class Store(_core.StoreCore):
         *,
         allow_pickle: bool = True,
         spin_s: float = SPIN_S_DEFAULT,
+        lock_limit_s: float = LOCK_LIMIT_S_DEFAULT,
         directory: str = DIRECTORY,
     ) -> Self:
         """Attach to a living arena of this user. StoreNotFound, StoreDenied, LayoutMismatch
         (another version), ArenaDamaged (not an arena, truncated, scribbled), TableFull (255
         processes have it)."""
         store = cls(allow_pickle=allow_pickle)
-        store.open_existing(name, directory, _spin(spin_s))
+        store.open_existing(name, *_opening(directory, spin_s, lock_limit_s))
         return store
 
     @staticmethod
@@ -101,19 +112,19 @@ class Store(_core.StoreCore):
         """Remove the name, as POSIX unlink does: who is attached goes on, nobody can attach any
         more, and the memory returns when the last has left. StoreNotFound; StoreSuperseded when
         this process used an arena of that name and the name belongs to a successor by now."""
-        _core.unlink(name, directory)
+        _core.unlink(name, _folder(directory))
 
     @staticmethod
     def list(*, directory: str = DIRECTORY) -> list[str]:
         """Names of this user's arenas, those that nobody uses any more included (see `doctor`,
         which also sees what a killed create left without a name)."""
-        return [info["name"] for info in _core.arenas(directory) if info["name"]]
+        return [info["name"] for info in _core.arenas(_folder(directory)) if info["name"]]
 
     def close(self) -> None:
         """Leave the arena. Idempotent. References that this process counted are dropped; views
         taken before stay valid until they are collected."""
         if self.is_open:
-            device.forget(self)
+            copies.forget(self)
         super().close()
 
     def __enter__(self) -> Self:
@@ -193,19 +204,42 @@ class Store(_core.StoreCore):
         raise TypeError("a Store cannot be pickled; send its name and attach there")
 
 
-def _limit(what: str, value: int, most: int) -> int:
-    """An int that the core can be asked about; the core itself states the smallest it takes."""
+def _capacity(n_bytes: int) -> int:
+    if not _core.CAPACITY_MIN <= n_bytes <= _core.CAPACITY_MAX:
+        raise BadValue(
+            f"capacity must be {_core.CAPACITY_MIN} to {_core.CAPACITY_MAX} bytes, not {n_bytes}"
+        )
+    return n_bytes
+
+
+def _rows(what: str, value: int, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise BadValue(f"{what} must be an int, not {type(value).__name__} {value!r}")
-    if not 0 <= value <= most:
-        raise BadValue(f"{what} must be between 1 and {most}, not {value}")
+    if not _core.ROWS_MIN <= value <= most:
+        raise BadValue(f"{what} must be {_core.ROWS_MIN} to {most}, not {value}")
     return value
 
 
-def _spin(seconds: float) -> float:
-    if not isinstance(seconds, (int, float)) or not 0 <= seconds <= SPIN_S_MAX:
-        raise BadValue(f"spin_s must be between 0 and {SPIN_S_MAX} seconds, not {seconds!r}")
-    return float(seconds)
+def _seconds(what: str, value: float, most: float) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= most:
+        raise BadValue(f"{what} must be 0 to {most} seconds, not {value!r}")
+    return float(value)
+
+
+def _folder(directory: str) -> str:
+    if not isinstance(directory, str) or not directory or "\0" in directory:
+        raise BadValue(f"directory must be the path of a folder, a str, not {directory!r}")
+    return directory
+
+
+def _opening(directory: str, spin_s: float, lock_limit_s: float) -> tuple[str, float, float]:
+    """What create and attach have in common, checked."""
+    return (
+        _folder(directory),
+        _seconds("spin_s", spin_s, SPIN_S_MAX),
+        _seconds("lock_limit_s", lock_limit_s, LOCK_LIMIT_S_MAX),
+    )
 
 
 def _encode(store: Store, value: object, allow_pickle: bool) -> Any:

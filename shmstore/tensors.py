@@ -119,7 +119,14 @@ def is_dense_tensor(value: object) -> bool:
         return False
     tensor = cast(Any, value)
     strided = tensor.layout == torch.strided
-    return bool(strided and not tensor.is_quantized and not tensor.is_meta)
+    special = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return bool(strided and not special)
+
+
+def is_storage(value: object) -> bool:
+    """Whether it is a torch storage, which torch pickles and cannot unpickle by itself."""
+    torch = torch_if_imported()
+    return torch is not None and isinstance(value, (torch.UntypedStorage, torch.TypedStorage))
 
 
 def tensor_dtype_name(tensor_dtype: Any) -> str:

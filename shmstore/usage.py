@@ -32,6 +32,7 @@ _UNITS = {
     "TIB": 1 << 40,
     "TB": 10**12,
 }
+_SIZE_CHARS_MAX = 40
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -186,10 +187,11 @@ def parse_size(size: int | str, what: str = "capacity") -> int:
     if isinstance(size, int):
         n_bytes = size
     else:
-        match = _SIZE.fullmatch(size)
+        match = _SIZE.fullmatch(size) if len(size) <= _SIZE_CHARS_MAX else None
         if match is None or match[2].upper() not in _UNITS:
             raise BadValue(
-                f"{what} {size!r} is not understood; write bytes (4096) or a text such as '512MiB'"
+                f"{what} {size[:_SIZE_CHARS_MAX]!r} is not understood; write bytes (4096) or "
+                "a text such as '512MiB'"
             )
         n_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
     if n_bytes <= 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from actors.placement import detect_gpus
 from trainer.config import Config
 from trainer.config_load import Source
 from trainer.errors import ConfigError

@@ -70,7 +70,7 @@ class SharedPrompt:
     def __init__(self, session_ids: Sequence[str]) -> None:
         #: Sessions that lack it and will get it.
         self.session_ids = tuple(session_ids)
-        self.segment: Segment | None = None
+        self.tokens: list[int] | None = None
         self.lock = asyncio.Lock()
 
 
@@ -205,7 +205,7 @@ class Conversation:
         self._sampled_text.clear()
         for one in self._path(node):
             segment = self._traces.segment(self.id, one)
-            self._go_to(one, segment.token_ids, segment.n_routed)
+            self._go_to(one, segment.token_ids.tolist(), segment.n_routed)
             if one in self._turn_texts:
                 self._sampled_text.append(self._turn_texts[one])
 
@@ -316,7 +316,7 @@ class Conversation:
         self._traces.truncate(self.id, keep=keep)
 
     def _step_over(self, recorded: _Recorded) -> None:
-        self._advance(recorded.node, recorded.token_ids, recorded.n_routed)
+        self._advance(recorded.node, recorded.token_ids.tolist(), recorded.n_routed)
         if recorded.sampled:
             self._note_sampled(recorded.model_steps)
         elif self._step_min is None:
@@ -388,8 +388,7 @@ class Conversation:
             before, routed = (routed[:n_before] if n_before else None), routed[n_before:]
         if self._pending:
             n = len(self._pending)
-            rows = None if routed is None else routed[:n]
-            await self._insert_said(np.array(self._pending, np.int32), rows, before)
+            await self._insert_said(None if routed is None else routed[:n], before)
             before = None
             routed = None if routed is None else routed[n:]
             self._pending.clear()
@@ -403,47 +402,50 @@ class Conversation:
             routed_before=before,
         )
         node = await self._insert([self.id], segment)
-        self._advance(node, segment.token_ids, segment.n_routed)
+        self._advance(node, segment.token_ids.tolist(), segment.n_routed)
         self._note_sampled(segment.model_steps)
 
-    async def _insert_said(
-        self, token_ids: NDArray[np.int32], rows: Routing | None, before: Routing | None
-    ) -> None:
+    async def _insert_said(self, rows: Routing | None, before: Routing | None) -> None:
         """Tokens that no model sampled. The first of a group are stored once for all its
         sessions.
         """
-        n = len(token_ids)
-        segment = Segment(
-            token_ids=token_ids,
+        said = self._pending
+        if not self._parents and self.id in self._shared.session_ids:
+            node = await self._insert_shared(said, rows, before)
+        else:
+            node = await self._insert([self.id], self._said(said, rows, before))
+        self._advance(node, said, 0 if rows is None else len(rows))
+        if self._step_min is None:
+            self._note_prompt(len(said))
+
+    def _said(self, tokens: list[int], rows: Routing | None, before: Routing | None) -> Segment:
+        n = len(tokens)
+        return Segment(
+            token_ids=np.array(tokens, np.int32),
             labels=np.full(n, IGNORE_LABEL, np.int32),
             logprobs=np.zeros(n, np.float32),
             model_steps=np.full(n, NO_MODEL_STEP, np.int32),
-            text=self._tokenizer.decode(token_ids.tolist()),
+            text=self._tokenizer.decode(tokens),
             routed_experts=rows,
             routed_before=before,
         )
-        if not self._parents and self.id in self._shared.session_ids:
-            node = await self._insert_shared(segment)
-        else:
-            node = await self._insert([self.id], segment)
-        self._advance(node, token_ids, segment.n_routed)
-        if self._step_min is None:
-            self._note_prompt(n)
 
-    async def _insert_shared(self, segment: Segment) -> int:
+    async def _insert_shared(
+        self, said: list[int], rows: Routing | None, before: Routing | None
+    ) -> int:
         """Store the prompt for all members, or use what a mate stored for this one."""
         shared = self._shared
         async with shared.lock:
-            if shared.segment is None:
+            if shared.tokens is None:
                 mates = [sid for sid in shared.session_ids if sid != self.id]
-                node = await self._insert([self.id, *mates], segment)
-                shared.segment = segment
+                node = await self._insert([self.id, *mates], self._said(said, rows, before))
+                shared.tokens = list(said)
                 return node
-        if np.array_equal(shared.segment.token_ids, segment.token_ids):
+        if shared.tokens == said:
             return 0
         # This member was told something else than its mates: a prompt of its own.
         self._traces.truncate(self.id, keep=0)
-        return await self._insert([self.id], segment)
+        return await self._insert([self.id], self._said(said, rows, before))
 
     async def _insert(self, session_ids: Sequence[str], segment: Segment) -> int:
         """-> node in the first session. A full arena is waited for in a thread, so the loop goes
@@ -478,20 +480,20 @@ class Conversation:
             if path and path[-1] not in inner and not self._sampled_nodes.isdisjoint(path)
         )
 
-    def _advance(self, node: int, token_ids: NDArray[np.int32], n_routed: int) -> None:
+    def _advance(self, node: int, tokens: list[int], n_routed: int) -> None:
         """A segment that the session got, or had from an earlier attempt, at the end of the
         path.
         """
         if node not in self._parents:
-            self._n_tokens += len(token_ids)
+            self._n_tokens += len(tokens)
         self._parents[node] = self._node
-        self._go_to(node, token_ids, n_routed)
+        self._go_to(node, tokens, n_routed)
 
-    def _go_to(self, node: int, token_ids: NDArray[np.int32], n_routed: int) -> None:
+    def _go_to(self, node: int, tokens: list[int], n_routed: int) -> None:
         self._node = node
         if n_routed:
             self._n_routed = len(self._tokens) + n_routed
-        self._tokens += token_ids.tolist()
+        self._tokens += tokens
 
     def _note_prompt(self, n_tokens: int) -> None:
         self._n_prompt_nodes += 1
@@ -500,7 +502,8 @@ class Conversation:
     def _note_sampled(self, model_steps: NDArray[np.int32]) -> None:
         assert self._node is not None
         self._sampled_nodes.add(self._node)
-        low, high = int(model_steps.min()), int(model_steps.max())
+        steps = model_steps.tolist()  # a handful: numpy's reductions cost more than the list
+        low, high = min(steps), max(steps)
         self._step_min = low if self._step_min is None else min(low, self._step_min)
         self._step_max = high if self._step_max is None else max(high, self._step_max)
 

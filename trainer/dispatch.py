@@ -73,6 +73,7 @@ class Dispatcher:
         self._in_production: dict[str, tuple[Work, str]] = {}
         self._drawers: dict[asyncio.Future[None], str] = {}
         self._held: set[str] = set()
+        self._resting = False
         buffer.on_change(self._wake)
 
     # -- producers -------------------------------------------------------------------------------
@@ -83,7 +84,8 @@ class Dispatcher:
         """
         while True:
             self.buffer.waiting.raise_failure()
-            works = [] if owner in self._held else self._draw_now(owner, n)
+            held = self._resting or owner in self._held
+            works = [] if held else self._draw_now(owner, n)
             if works:
                 return works
             waiter = asyncio.get_running_loop().create_future()
@@ -100,6 +102,18 @@ class Dispatcher:
     async def let_go(self, owner: str) -> None:
         """The reverse of `hold`."""
         self._held.discard(owner)
+        self._wake()
+
+    def rest(self) -> bool:
+        """Give nobody work until `work`; -> whether nothing is in production, so that every
+        producer is at rest already.
+        """
+        self._resting = True
+        return not self._in_production
+
+    def work(self) -> None:
+        """The reverse of `rest`."""
+        self._resting = False
         self._wake()
 
     async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status:

@@ -43,15 +43,11 @@ __all__ = ["Driver"]
 
 @dataclass
 class _Clock:
-    """Seconds of the step under way. It began when the one before ended."""
+    """Seconds of the step under way. It began when the one before had been trained."""
 
     began: float
     aside_s: float = 0.0
     """Evaluation, checkpoint, export: no part of any step."""
-
-
-class _Stopped(Exception):
-    """The run was asked to stop and the step under way has ended."""
 
 
 class Driver:
@@ -81,13 +77,12 @@ class Driver:
         self._moved = moved
         self._clock = _Clock(time.perf_counter())
         self._evaluated: dict[str, float] = {}
-        self._batch: dict[str, float] = {}
         self._use: dict[str, EngineUse] = {}
         self._wait_s = self._step_s = 0.0
+        self._cpu_s = time.process_time()
         self._saved_step = train_step if train_step else -1
         self._exported_step = -1
-        self._in_step = False
-        self._stop = asyncio.Event()
+        self._model_step = train_step
         self.train_step = train_step
 
     # -- the loop --------------------------------------------------------------------------------
@@ -98,8 +93,9 @@ class Driver:
         """
         config = self._config
         if self.train_step < config.schedule.steps:
-            self._use = await self._parts.producer.use()
-            await self._until_stopped(stop)
+            self._use, self._cpu_s = await self._parts.producer.use(), time.process_time()
+            parts = self._schedule_parts(stop)
+            await run_schedule(config.schedule.name, parts, self._when())
         kept = True
         if config.checkpoint.final or stop.is_set():
             kept = await self._checkpoint(self.train_step)
@@ -108,25 +104,7 @@ class Driver:
         if not kept:
             self._summary.error = f"trained, but not kept: {self._summary.warnings[-1]}"
 
-    async def _until_stopped(self, stop: asyncio.Event) -> None:
-        self._stop = stop
-        schedule = asyncio.ensure_future(
-            run_schedule(self._config.schedule.name, self._schedule_parts(), self._when())
-        )
-        stopping = asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait((schedule, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if not schedule.done() and self._in_step:
-                await asyncio.wait((schedule,))  # `on_step` ends it
-            if schedule.done():
-                with contextlib.suppress(_Stopped):
-                    schedule.result()
-        finally:
-            schedule.cancel()
-            stopping.cancel()
-            await asyncio.gather(schedule, stopping, return_exceptions=True)
-
-    def _schedule_parts(self) -> ScheduleParts:
+    def _schedule_parts(self, stop: asyncio.Event) -> ScheduleParts:
         return ScheduleParts(
             dispatcher=self._dispatcher,
             learner=self,
@@ -136,6 +114,7 @@ class Driver:
             checkpoint=self._checkpoint_due,
             on_step=self._step_ended,
             devices=self._parts if self._config.schedule.name == "colocated" else None,
+            stop=stop,
         )
 
     def _when(self) -> ScheduleConfig:
@@ -154,35 +133,43 @@ class Driver:
         )
 
     async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
-        """One step in the learner's process; the schedule's learner part."""
-        self._in_step = True
+        """One step in the learner's process, with the numbers of its batch and its time; the
+        schedule's learner part.
+        """
         if self._wants(self._config.metrics.trajectories_every, train_step):
             try:
                 await write_trajectories(self._folder, train_step, batch, self._parts.store)
             except OSError as error:
                 self._warn(f"the trajectories of step {train_step} could not be written: {error}")
-        done = await self._parts.learner.train(batch.groups, train_step)
+        due = self._wants(self._config.schedule.sync_every, train_step)
+        done = await self._parts.learner.train(batch.groups, train_step, publish=due)
+        now = time.perf_counter()
+        clock, self._clock = self._clock, _Clock(now)
         self._moved(f"step {train_step} was trained")
         self.train_step = train_step
-        self._batch = step_metrics.batch_metrics(batch, train_step)
+        found = step_metrics.batch_metrics(batch, train_step)
         # At once, so that a checkpoint of this step has it.
         self._summary.add_step(
-            self._batch.get("reward", math.nan),  # none was scored since the last batch
-            self._batch["tokens_generated"],
-            self._batch["tokens_trained"],
+            found.get("reward", math.nan),  # none was scored since the last batch
+            found["tokens_generated"],
+            found["tokens_trained"],
         )
-        return done.metrics
+        found["step_s"] = now - clock.began - clock.aside_s
+        return {**found, **step_metrics.learner_metrics(done.metrics)}
 
     async def _sync(self, model_step: int, mode: SyncMode) -> None:
-        """New weights into every engine (lifecycle L20)."""
+        """New weights into every engine (lifecycle L20), which then need no older ones."""
         parts = self._parts
-        weights = await parts.learner.publish(model_step)
+        weights = parts.learner.weights
+        if weights is None or weights.model_step != model_step:
+            weights = await parts.learner.publish(model_step)
         await parts.producer.load_weights(weights, mode)
-        parts.learner.retire()
+        parts.learner.retire(before=model_step)
+        self._model_step = model_step
         self._moved(f"the engines run the weights of step {model_step}")
 
     async def _step_ended(self, report: StepReport) -> None:
-        """Books and tells the step; ends the schedule when the run was asked to stop."""
+        """Books and tells the step; the next one may be under way."""
         step = report.train_step
         numbers = await self._numbers(report)
         if step == self._config.schedule.steps and not self._evaluated:
@@ -191,12 +178,6 @@ class Driver:
         self._evaluated = {}
         self._display.step(self._metrics.write(step, numbers))
         self._display.phase("train", step, self._config.schedule.steps)
-        self._in_step = False
-        self._end_if_stopped(step)
-
-    def _end_if_stopped(self, step: int) -> None:
-        if self._stop.is_set() and step < self._config.schedule.steps:
-            raise _Stopped
 
     # -- between steps ---------------------------------------------------------------------------
 
@@ -214,14 +195,11 @@ class Driver:
             self._clock = _Clock(time.perf_counter())
 
     async def _checkpoint_due(self, step: int) -> None:
-        self._in_step = True  # a stop waits for it instead of cutting it off
         with self._aside():
             if self._wants(self._config.checkpoint.every, step):
                 await self._checkpoint(step)
             if self._wants(self._config.checkpoint.hf_every, step):
                 await self._export()
-        self._in_step = False
-        self._end_if_stopped(step)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -285,22 +263,23 @@ class Driver:
     # -- numbers ---------------------------------------------------------------------------------
 
     async def _numbers(self, report: StepReport) -> dict[str, float]:
-        """The numbers of the step that just ended; the next one begins here."""
+        """The numbers of a step that has ended."""
         use_after = await self._parts.producer.use()
-        now = time.perf_counter()
-        clock, self._clock = self._clock, _Clock(now)
-        times = StepTimes(
-            step_s=now - clock.began - clock.aside_s,
-            wait_s=report.wait_s,
-            sync_s=report.sync_s,
-            engines=self._parts.producer.n_engines,
-        )
         before, self._use = self._use, use_after
         use = [(before[name], use_after[name]) for name in before if name in use_after]
-        found = {**self._batch, **step_metrics.learner_metrics(report.metrics)}
+        cpu_before_s, self._cpu_s = self._cpu_s, time.process_time()
+        times = StepTimes(
+            step_s=report.metrics["step_s"],
+            wait_s=report.wait_s,
+            sync_s=report.sync_s,
+            driver_cpu_s=self._cpu_s - cpu_before_s,
+            engines=self._parts.producer.n_engines,
+            overlap=self._config.schedule.name == "async",
+        )
+        found = dict(report.metrics)
         found |= step_metrics.speed_metrics(times, found, use)
         found |= step_metrics.arena_metrics(self._parts.store.stats())
-        found["model_step"] = float(self._model_step())
+        found["model_step"] = float(self._model_step)
         found["buffer_groups"] = float(len(self._dispatcher.buffer))
         found["buffer_bytes"] = float(self._dispatcher.buffer.nbytes)
         found["restarts"] = float(sum(self.restarts().values()))
@@ -310,11 +289,6 @@ class Driver:
         self._step_s += times.step_s
         self._summary.learner_wait_share = self._wait_s / max(self._step_s, 1e-9)
         return found
-
-    def _model_step(self) -> int:
-        """Train step of the weights that the engines run."""
-        weights = self._parts.learner.weights
-        return 0 if weights is None else weights.model_step
 
     def restarts(self) -> dict[str, int]:
         """Deaths so far, by process."""

@@ -8,6 +8,7 @@ the current weights before it is asked.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from trainer.engine.protocol import (
     WeightsVersion,
 )
 from trainer.errors import TrainerError
-from trainer.placement import Cores, own_device
+from trainer.placement import Cores, own_device, rest_device
 
 if TYPE_CHECKING:
     from shmstore import Store
@@ -41,10 +42,14 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class EngineUse:
-    """Work done since the process began."""
+    """Work done since the process began. Of the CPU time, `cpu_s` is the engine's own and
+    `process_cpu_s` that of the whole process it lives in.
+    """
 
     tokens_generated: int
     busy_s: float
+    cpu_s: float
+    process_cpu_s: float
     running: int
     waiting: int
     kv_bytes: int
@@ -75,7 +80,13 @@ def use_of(engine: TorchEngine) -> EngineUse:
     """The engine's counters as the driver reads them."""
     found = engine.counters
     return EngineUse(
-        found.tokens_generated, found.busy_s, found.running, found.waiting, found.kv_bytes
+        tokens_generated=found.tokens_generated,
+        busy_s=found.busy_s,
+        cpu_s=found.cpu_s,
+        process_cpu_s=time.process_time(),
+        running=found.running,
+        waiting=found.waiting,
+        kv_bytes=found.kv_bytes,
     )
 
 
@@ -89,6 +100,7 @@ class EngineActor:
         store = current().runtime.store
         if store is None:
             raise TrainerError("the engine was spawned in a runtime without a store")
+        self._device = setup.config.engine.device
         self._engine, _ = make_engine(setup.config, setup.cores.threads, store)
 
     async def describe(self) -> EngineInfo:
@@ -106,6 +118,10 @@ class EngineActor:
     async def load_weights(self, weights: WeightsVersion, mode: SyncMode = "pause") -> None:
         """As `Engine.load_weights`."""
         await self._engine.load_weights(weights, mode)
+
+    async def rest(self) -> None:
+        """Gives cached memory of the device back (colocated schedule)."""
+        rest_device(self._device)
 
     async def use(self) -> EngineUse:
         """What it has done so far."""

@@ -41,16 +41,23 @@ __all__ = [
     "LearnerReady",
     "LearnerSetup",
     "StepDone",
+    "step_of_weights",
     "weights_session",
 ]
 
 LEARNER_OWNER = "learner"
 WEIGHTS_OWNER = "weights"
+_WEIGHTS_PREFIX = "weights-"
 
 
 def weights_session(model_step: int) -> str:
     """The session that holds one version of the weights."""
-    return f"weights-{model_step}"
+    return f"{_WEIGHTS_PREFIX}{model_step}"
+
+
+def step_of_weights(session: str) -> int:
+    """The model step of the version that a session of the owner `weights` holds."""
+    return int(session.removeprefix(_WEIGHTS_PREFIX))
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,16 @@ class LearnerReady:
 
 @dataclass(frozen=True)
 class StepDone:
-    """What a step came to. `busy_s` is arithmetic, `read_s` export of traces, `keep_s` the copy."""
+    """What a step came to. Of the seconds in `metrics`, `learn_s` is arithmetic (of which
+    `learn_cpu_s` on a CPU), `read_s` export of traces, `keep_s` the copy of the state;
+    `process_cpu_s` is all that the process has computed since the step before. `weights`: where
+    they were published, if they were.
+    """
 
     train_step: int
     metrics: dict[str, float]
     released: int
+    weights: WeightsVersion | None = None
 
 
 class LearnerActor:
@@ -89,6 +101,8 @@ class LearnerActor:
         self._config = setup.config
         self._learner: Learner | None = None
         self._tokenizer: Any = None
+        self._cpu_s = 0.0
+        """CPU time of this process when its last step ended."""
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -166,11 +180,14 @@ class LearnerActor:
 
     # -- training --------------------------------------------------------------------------------
 
-    def train(self, groups: Sequence[Group], train_step: int) -> StepDone:
-        """One train step on groups whose sessions `learner` holds; afterwards they are released."""
+    def train(self, groups: Sequence[Group], train_step: int, publish: bool = False) -> StepDone:
+        """One train step on groups whose sessions `learner` holds; afterwards they are released,
+        and with `publish` the new weights are in the arena.
+        """
         learner, began = self._ready, time.perf_counter()
+        self._cpu_s = self._cpu_s or time.process_time()  # not what building the model took
         traces, advantages, rewards, rollout_ids = self._read(groups, train_step)
-        read_s = time.perf_counter() - began
+        read_s, cpu_before_s = time.perf_counter() - began, time.thread_time()
         metrics = learner.train_step(
             traces,
             advantages,
@@ -179,21 +196,25 @@ class LearnerActor:
             train_step=train_step,
         )
         del traces  # they pin the batch's bytes
-        done = time.perf_counter()
+        done, learn_cpu_s = time.perf_counter(), time.thread_time() - cpu_before_s
         ids = [sid for group in groups for sid in group.session_ids]
         record = {"train_step": train_step, "metrics": metrics}
         if self._config.checkpoint.recovery == "arena":
             self._states.keep(train_step, learner.state_arrays(), record)
         keep_s = time.perf_counter() - done
         released = self._store.sessions.release(ids, owner=LEARNER_OWNER)
+        weights = self.publish(train_step) if publish else None
+        cpu_before_s, self._cpu_s = self._cpu_s, time.process_time()
         metrics = {
             **metrics,
             "read_s": read_s,
             "learn_s": done - began - read_s,
+            "learn_cpu_s": learn_cpu_s,
             "keep_s": keep_s,
             "train_s": time.perf_counter() - began,
+            "process_cpu_s": self._cpu_s - cpu_before_s,
         }
-        return StepDone(train_step, metrics, len(released))
+        return StepDone(train_step, metrics, len(released), weights)
 
     def _read(
         self, groups: Sequence[Group], train_step: int
@@ -204,7 +225,7 @@ class LearnerActor:
         """
         from trainer.advantage import batch_advantages
 
-        traces: list[Trace] = []
+        places: list[tuple[str, int]] = []
         advantages: list[float] = []
         rewards: list[float] = []
         rollout_ids: list[int] = []
@@ -214,12 +235,12 @@ class LearnerActor:
         for group, scores, shares in zip(groups, scored, shared, strict=True):
             for rollout, share, score in zip(group.rollouts, shares, scores, strict=True):
                 for leaf in rollout.leaves:
-                    trace = self._traces.export(rollout.session_id, node=leaf)
-                    traces.append(self._without_stale(trace, train_step))
+                    places.append((rollout.session_id, leaf))
                     advantages.append(float(share))
                     rewards.append(score)
                     rollout_ids.append(number)
                 number += 1
+        traces = [self._fresh(trace, train_step) for trace in self._traces.export_nodes(places)]
         return traces, advantages, rewards, rollout_ids
 
     def _shaped(self, rollout: Rollout) -> float:
@@ -231,7 +252,7 @@ class LearnerActor:
         buffer = self._config.learner.overlong_buffer
         return rollout.reward + overlong_penalty(rollout.n_response_tokens, longest, buffer)
 
-    def _without_stale(self, trace: Trace, train_step: int) -> Trace:
+    def _fresh(self, trace: Trace, train_step: int) -> Trace:
         limit = self._config.schedule.max_token_staleness
         labels = mask_stale_labels(trace.labels, trace.model_steps, train_step, limit)
         return trace if labels is trace.labels else dataclasses.replace(trace, labels=labels)

@@ -22,7 +22,7 @@ from trainer.learner_actor import (
     WEIGHTS_OWNER,
     LearnerReady,
     StepDone,
-    weights_session,
+    step_of_weights,
 )
 from trainer.learner_state import LearnerStates
 from trainer.replay import REPLAY_OWNER
@@ -69,17 +69,23 @@ class LearnerLink:
         )
         return ready
 
-    async def train(self, groups: Sequence[Group], train_step: int) -> StepDone:
-        """One step, exactly once."""
+    async def train(
+        self, groups: Sequence[Group], train_step: int, *, publish: bool = False
+    ) -> StepDone:
+        """One step, exactly once; with `publish` its weights are in the arena afterwards."""
         while True:
             try:
-                done: StepDone = await self._handle.train(groups, train_step)
+                done: StepDone = await self._handle.train(groups, train_step, publish)
             except (ActorDied, NotStarted) as death:
                 found = await self._after_death_in_step(groups, train_step, death)
                 if found is None:
                     continue
                 done = found
             self._train_step = train_step
+            if done.weights is not None:
+                self.weights = done.weights
+            elif publish:
+                await self.publish(train_step)
             return done
 
     async def _after_death_in_step(
@@ -111,16 +117,15 @@ class LearnerLink:
         await self._begin()
 
     async def publish(self, model_step: int) -> WeightsVersion:
-        """New weights in the arena; `retire` ends the older ones once every engine has them."""
+        """New weights in the arena; `retire` ends the older ones once every engine has these."""
         version: WeightsVersion = await self._insist(lambda: self._handle.publish(model_step))
         self.weights = version
         return version
 
-    def retire(self) -> None:
-        """Ends every version of the weights but the newest."""
-        assert self.weights is not None
-        keep = weights_session(self.weights.model_step)
-        old = [s for s in self._store.sessions.list(owner=WEIGHTS_OWNER) if s != keep]
+    def retire(self, before: int) -> None:
+        """Ends the versions of the weights that are older than model step `before`."""
+        held = self._store.sessions.list(owner=WEIGHTS_OWNER)
+        old = [session for session in held if step_of_weights(session) < before]
         self._store.sessions.release(old, owner=WEIGHTS_OWNER)
 
     async def rest(self) -> None:

@@ -54,15 +54,25 @@ CATALOG: Mapping[str, Metric] = {
     ),
     "staleness_max": Metric("step", "Largest of them."),
     "response_tokens_mean": Metric("token", "Mean length of a response."),
-    "step_s": Metric("s", "From the end of the last step to the end of this one."),
+    "step_s": Metric(
+        "s", "From the end of training in the last step to its end in this one, evaluation apart."
+    ),
     "train_s": Metric(
         "s", "The learner's own time in the step: reading, forward, backward, update."
     ),
-    "learn_s": Metric("s", "Of that, arithmetic: advantages, forward, backward, update."),
+    "learn_s": Metric("s", "Of that, arithmetic: forward, backward, update."),
     "wait_s": Metric("s", "Time in which the learner had nothing to do: waiting for a batch."),
-    "sync_s": Metric("s", "Time from the end of training to new weights in every engine."),
+    "sync_s": Metric("s", "From the end of training until every engine has the new weights."),
     "overhead_s": Metric(
-        "s", "Step time that is neither engine nor learner arithmetic nor waiting for a batch."
+        "s",
+        "step_s without the longest chain of arithmetic: engines and learner one after the other, "
+        "or in the schedule `async` the busier of the two.",
+    ),
+    "cpu/*": Metric(
+        "s",
+        "CPU time of the step: `cpu/learner_arithmetic`, `cpu/engine_arithmetic`, the rest of "
+        "these processes (`cpu/learner`; `cpu/producer`, which holds the engine unless it is a "
+        "process of its own), and `cpu/driver`.",
     ),
     "tokens_generated": Metric("token", "Response tokens produced since the last step."),
     "tokens_trained": Metric("token", "Response tokens in the batch."),

@@ -38,6 +38,7 @@ _SIZES = (
     "max_position_embeddings",
     *_EXPERTS,
 )
+_ROW_BYTES = 16
 _READ_BY_MODELS = frozenset({"architecture", "head_dim"})
 """`head_dim` is read by attention modules although some config classes do not declare it."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
@@ -66,6 +67,7 @@ def check_model(config: Config) -> _Found:
     elif model.tokenizer == "auto" and model.path is not None:
         yield from _tokenizer_folder("model.path", Path(model.path))
     yield from _upcycle(model)
+    yield from _grouped_product(config)
     yield from _vocabulary(model)
 
 
@@ -200,6 +202,25 @@ def _sizes(given: Mapping[str, Any], fields: HFFields) -> _Found:
             f"is {chosen}{default('num_experts_per_tok')}; a token can use 1 to {experts} experts "
             "(there are no more)",
         )
+
+
+def _grouped_product(config: Config) -> _Found:
+    """torch's grouped product, which computes the experts, takes rows of whole 16 bytes only."""
+    model, given = config.model, config.model.config or {}
+    if model.experts_implementation != "grouped_mm" or not experts_of(model):
+        return
+    narrow = model.dtype != "float32" or config.learner.autocast
+    items = _ROW_BYTES // (2 if narrow else 4)
+    fields = fields_of(str(given.get("architecture", "")))
+    own = fields is not None and "moe_intermediate_size" in fields.kinds
+    for name in ("hidden_size", "moe_intermediate_size" if own else "intermediate_size"):
+        value = given.get(name)
+        if isinstance(value, int) and value % items:
+            yield (
+                f"model.config.{name}",
+                f"is {value}; a mixture in {'bfloat16' if narrow else 'float32'} needs a multiple "
+                f"of {items} (or model.experts_implementation: eager, which is slower)",
+            )
 
 
 # -- models that are there already ---------------------------------------------------------------

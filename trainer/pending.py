@@ -159,10 +159,8 @@ class PendingGroup:
         """One rollout from where it stands to its end, whatever that is."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        rollout = rollout.evolve(
-            attempt=self.work.attempt if self.work.group is None else rollout.attempt + 1,
-            error_msg=None,
-        )
+        if self.work.group is not None:  # a fresh one has its attempt already
+            rollout = rollout.evolve(attempt=rollout.attempt + 1, error_msg=None)
         conversation = self._conversation(rollout, shared)
         status, error = await self._converse(conversation)
         generated = loop.time()

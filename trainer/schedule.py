@@ -5,6 +5,10 @@ L20, L23, L30).
 `sync`       produce a batch, pause, train, sync; nothing is stale
 `colocated`  as `sync`, and learner and engine take turns on the same devices
 
+What need not be waited for is not: a step is booked, and in flight the engines take its weights,
+while the next one is trained (`async`) or produced (the others). One step at a time, though: the
+engines have its weights and its books balance before the step after it may end.
+
 The parts are protocols: processes in a run, plain objects in a simulation. This file knows no
 process, no model and no clock but the loop's. Runs in the driver.
 """
@@ -12,9 +16,11 @@ process, no model and no clock but the loop's. Runs in the driver.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from trainer.dispatch import Dispatcher
 from trainer.engine.protocol import SyncMode
@@ -33,6 +39,8 @@ __all__ = [
     "StepReport",
     "run_schedule",
 ]
+
+_T = TypeVar("_T")
 
 
 class LearnerPart(Protocol):
@@ -64,7 +72,9 @@ class Devices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One finished train step. Seconds: waiting for the batch, training, taking new weights."""
+    """One finished train step. Seconds: waiting for the batch, training, and from the end of that
+    until the engines had the new weights.
+    """
 
     train_step: int
     metrics: Mapping[str, float]
@@ -85,7 +95,8 @@ class ScheduleParts:
 
     `sync_weights(model_step, mode)`: the engines run the learner's weights when it returns.
     `evaluate(train_step)`, `checkpoint(train_step)`: called when due. `on_step(report)`: after each
-    step.
+    step, in their order, when its weights are out; perhaps while the next one is trained. `stop`:
+    once it is set the step under way is the last; waiting for a batch then ends.
     """
 
     dispatcher: Dispatcher
@@ -96,6 +107,7 @@ class ScheduleParts:
     checkpoint: Callable[[int], Awaitable[None]] = _nothing
     on_step: Callable[[StepReport], Awaitable[None]] | None = None
     devices: Devices | None = None
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +142,27 @@ class ScheduleConfig:
 
 
 async def run_schedule(name: str, parts: ScheduleParts, config: ScheduleConfig) -> None:
-    """Run all train steps by the schedule `name`; the books are checked after each (L26)."""
+    """Run the train steps by the schedule `name` to the last, or until the parts' `stop` is set;
+    the books are checked after each (L26).
+    """
     if name not in SCHEDULES:
         raise ConfigError(f"schedule {name!r} is unknown; allowed are {', '.join(SCHEDULES)}")
     if (name == "colocated") != (parts.devices is not None):
         raise ConfigError("the colocated schedule, and no other, needs `devices`")
-    await SCHEDULES[name](_Run(parts, config))
+    run = _Run(parts, config)
+    try:
+        with contextlib.suppress(_Stopped):
+            await SCHEDULES[name](run)
+        await run.settle()
+    except Exception as error:
+        await run.settle_after(error)
+        raise
+    finally:
+        await run.give_up()
+
+
+class _Stopped(Exception):
+    """`stop` was set while nothing but waiting was going on."""
 
 
 class _Run:
@@ -147,28 +174,81 @@ class _Run:
         self.dispatcher = parts.dispatcher
         self._loop = asyncio.get_running_loop()
         self._resumed_at = self._paused_at = self._loop.time()
-        self._paused = False
+        self._paused = self._told = False
         self._trained = config.first_step - 1
+        self._beside: asyncio.Task[None] | None = None
 
     @property
     def steps(self) -> range:
         """Train steps of this run."""
         return range(self.config.first_step, self.config.steps + 1)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the last finished step was the last."""
+        return self.parts.stop.is_set()
+
     async def take(self, step: int) -> tuple[Batch, float]:
         """The batch of `step` and how long it was waited for. Syncs first if that is what is
         missing (L23).
         """
-        if (
-            await self.dispatcher.must_sync_first(step)
-            and self.dispatcher.model_step < self._trained
-        ):
-            await self.sync(self._trained)
+        if await self.dispatcher.must_sync_first(step):
+            await self.settle()  # newer weights may be on their way
+            if self.dispatcher.model_step < self._trained and await self.dispatcher.must_sync_first(
+                step
+            ):
+                await self.sync(self._trained)
         started = self._loop.time()
-        batch = await self.dispatcher.take(
-            step, owner=self.config.learner, timeout=self.config.take_timeout_s
+        batch = await self.unless_stopped(
+            self.dispatcher.take(
+                step, owner=self.config.learner, timeout=self.config.take_timeout_s
+            )
         )
         return batch, self._loop.time() - started
+
+    async def unless_stopped(self, waiting: Awaitable[_T]) -> _T:
+        """What `waiting` comes to; it is cancelled and `_Stopped` raised when `stop` is set first,
+        and so it is when what is done beside has failed.
+        """
+        task = asyncio.ensure_future(waiting)
+        stopping = self._loop.create_task(self.parts.stop.wait())
+        try:
+            while not task.done():
+                if stopping.done():
+                    raise _Stopped
+                beside = () if self._beside is None else (self._beside,)
+                await asyncio.wait((task, stopping, *beside), return_when=asyncio.FIRST_COMPLETED)
+                if self._beside is not None and self._beside.done():
+                    await self.settle()
+            return task.result()
+        finally:
+            task.cancel()
+            stopping.cancel()
+            await asyncio.gather(task, stopping, return_exceptions=True)
+
+    def beside(self, rest: Coroutine[Any, Any, None]) -> None:
+        """Do the rest of a step beside the next one; that of the step before is settled."""
+        assert self._beside is None
+        self._beside = self._loop.create_task(rest)
+
+    async def settle(self) -> None:
+        """Wait for what is done beside; its error is raised here."""
+        if self._beside is not None:
+            task, self._beside = self._beside, None
+            await task
+
+    async def settle_after(self, error: Exception) -> None:
+        """The last finished step is booked although the run fails with `error`."""
+        if self._beside is not None:
+            await asyncio.wait((self._beside,), timeout=self.config.pause_timeout_s)
+            if self._beside.done() and not self._beside.cancelled() and self._beside.exception():
+                error.add_note(f"and the step before was not booked: {self._beside.exception()!r}")
+
+    async def give_up(self) -> None:
+        """Nothing goes on after the schedule, whatever ended it."""
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
 
     async def train(self, step: int, batch: Batch) -> tuple[Mapping[str, float], float, Batch]:
         """Train; a learner that died gets its batch again in its successor (L07)."""
@@ -192,23 +272,37 @@ class _Run:
             await devices.to_engine()
         await self.resume()
         batch, _ = await self.take(step)
-        await self.pause()
+        await self.rest()
         if devices is not None:
             await devices.to_learner()
         return batch
 
+    async def rest(self) -> PauseReport:
+        """No producer works when this returns. With nothing in production none need be told."""
+        self._told = not self.dispatcher.rest()
+        if self._told:
+            return await self.pause()
+        self._note_pause()
+        return PauseReport(0, 0, 0.0)
+
     async def pause(self) -> PauseReport:
         """Stop the producers, and book how long they had worked."""
-        self._paused = True
-        window = self.dispatcher.buffer.accounts.window
-        window.production_s += self._loop.time() - self._resumed_at
-        self._paused_at = self._loop.time()
+        self._told = True
+        self._note_pause()
         return await self.parts.producer.pause(self.config.pause_timeout_s)
+
+    def _note_pause(self) -> None:
+        self._paused = True
+        self._paused_at = self._loop.time()
+        window = self.dispatcher.buffer.accounts.window
+        window.production_s += self._paused_at - self._resumed_at
 
     async def resume(self) -> None:
         """Let the producers go on, and book how long they had stood still."""
         self._paused = False
-        await self.parts.producer.resume()
+        self.dispatcher.work()
+        if self._told:
+            await self.parts.producer.resume()
         self._resumed_at = self._loop.time()
         self.dispatcher.buffer.accounts.window.pause_s += self._resumed_at - self._paused_at
 
@@ -216,6 +310,11 @@ class _Run:
         """The engines get the weights of `step`; what is too old for the next step expires."""
         await self.parts.sync_weights(step, mode)
         await self.dispatcher.set_steps(train_step=step + 1, model_step=step)
+
+    def due(self, step: int) -> bool:
+        """Whether an evaluation or a checkpoint belongs to the end of `step`."""
+        config = self.config
+        return any(n and step % n == 0 for n in (config.evaluate_every, config.checkpoint_every))
 
     async def evaluate_due(self, step: int) -> None:
         """Evaluation, when due."""
@@ -256,46 +355,62 @@ class _Run:
 
 
 async def _run_async(run: _Run) -> None:
-    if run.config.evaluate_first:
-        await run.parts.evaluate(run.config.first_step - 1)
+    config = run.config
+    if config.evaluate_first:
+        await run.unless_stopped(run.parts.evaluate(config.first_step - 1))
     for step in run.steps:
         batch, wait_s = await run.take(step)
         metrics, train_s, batch = await run.train(step, batch)
-        sync_s, pause = 0.0, None
-        if step % run.config.sync_interval == 0:
-            pause, sync_s = await run.sync(step)
-        await run.finish_step(
-            StepReport(step, metrics, batch.report, wait_s, train_s, sync_s, pause)
-        )
+        report = StepReport(step, metrics, batch.report, wait_s, train_s, 0.0)
+        await run.settle()
+        run.beside(_after_async(run, report))
+        if config.sync_mode == "pause" or run.due(step) or run.stopping:
+            await run.settle()
+        if run.stopping:
+            return
+
+
+async def _after_async(run: _Run, report: StepReport) -> None:
+    """New weights into the engines when it is time, what is due with them, and the books."""
+    if report.train_step % run.config.sync_interval == 0:
+        pause, sync_s = await run.sync(report.train_step)
+        report = dataclasses.replace(report, sync_s=sync_s, pause=pause)
+    await run.finish_step(report)
 
 
 async def _run_sync(run: _Run) -> None:
     """Also `colocated`: the producers are at rest whenever the learner works."""
-    devices = run.parts.devices
+    devices, loop = run.parts.devices, asyncio.get_running_loop()
     run.dispatcher.limit_ahead(1)
     if run.config.evaluate_first:
-        await run.parts.evaluate(run.config.first_step - 1)
+        await run.unless_stopped(run.parts.evaluate(run.config.first_step - 1))
     for step in run.steps:
         batch, wait_s = await run.take(step)
-        pause = await run.pause()
+        pause = await run.rest()
         if devices is not None:
             await devices.to_learner()
         metrics, train_s, batch = await run.train(step, batch)
         _check_no_session_is_left(run)
-        started = asyncio.get_running_loop().time()
+        started = loop.time()
         if devices is not None:
             await devices.to_engine()
         await run.parts.sync_weights(step, "pause")
-        sync_s = asyncio.get_running_loop().time() - started
+        sync_s = loop.time() - started
         await run.evaluate_due(step)
+        report = StepReport(step, metrics, batch.report, wait_s, train_s, sync_s, pause)
         # The checkpoint comes before anything may be drawn for the next step: what a resumed run
-        # draws is then exactly what this one does.
-        await run.finish_step(
-            StepReport(step, metrics, batch.report, wait_s, train_s, sync_s, pause)
-        )
+        # draws is then exactly what this one does. Without one, production need not wait.
+        early = run.due(step)
+        if early:
+            await run.finish_step(report)
         await run.dispatcher.set_steps(train_step=step + 1, model_step=step)
-        if step != run.config.steps:
+        last = step == run.config.steps or run.stopping
+        if not last:
             await run.resume()
+        if not early:
+            await run.finish_step(report)
+        if last:
+            return
 
 
 def _check_no_session_is_left(run: _Run) -> None:

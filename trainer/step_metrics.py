@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.engine_actor import EngineUse
-from trainer.rollout import Batch, Rollout
+from trainer.rollout import Batch
 from trainer.staleness import token_staleness
 
 if TYPE_CHECKING:
@@ -27,14 +27,17 @@ _LEARNER_NAMES = {"loss", "lr", "grad_norm", "kl_engine", "train_s", "learn_s"}
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step as the driver saw them. `wait_s`: from asking for a batch to having
-    it.
+    """Seconds of one step as the driver saw them. `wait_s`: from asking for a batch to having it;
+    `driver_cpu_s`: what the driver's process computed. `overlap`: engines and learner compute at
+    the same time.
     """
 
     step_s: float
     wait_s: float
     sync_s: float
+    driver_cpu_s: float
     engines: int
+    overlap: bool
 
 
 def batch_metrics(batch: Batch, train_step: int) -> dict[str, float]:
@@ -77,11 +80,11 @@ def _task_metrics(batch: Batch) -> dict[str, float]:
         ]
         found[f"task/{task}/reward"] = _mean(rewards)
         for name in ("produced_samples", "failed_samples", "filtered_samples"):
-            found[f"task/{task}/{name}"] = float(vars_of(window)[name])
+            found[f"task/{task}/{name}"] = float(_vars_of(window)[name])
     return found
 
 
-def vars_of(record: Any) -> Mapping[str, Any]:
+def _vars_of(record: Any) -> Mapping[str, Any]:
     """Fields of a slotted dataclass by name."""
     return {name: getattr(record, name) for name in record.__slots__}
 
@@ -100,7 +103,9 @@ def speed_metrics(
     """Rates and shares; `found` is what is known of the step so far, `use` holds each engine's
     counters before and after it.
     """
-    busy_s = sum(max(0.0, after.busy_s - before.busy_s) for before, after in use)
+    busy_s = _spent(use, "busy_s") / max(times.engines, 1)
+    learn_s = found.get("learn_s", 0.0)
+    chain_s = max(busy_s, learn_s) if times.overlap else busy_s + learn_s
     step_s = max(times.step_s, 1e-9)
     return {
         "step_s": times.step_s,
@@ -109,9 +114,32 @@ def speed_metrics(
         "learner_wait_share": times.wait_s / step_s,
         "tokens_per_s": found["tokens_generated"] / step_s,
         "trained_tokens_per_s": found["tokens_trained"] / step_s,
-        "engine_busy": busy_s / (step_s * max(times.engines, 1)),
-        "overhead_s": max(0.0, times.step_s - times.wait_s - found.get("learn_s", 0.0)),
+        "engine_busy": busy_s / step_s,
+        "overhead_s": max(0.0, times.step_s - chain_s),
+        **_cpu_metrics(times, found, use),
     }
+
+
+def _cpu_metrics(
+    times: StepTimes, found: Mapping[str, float], use: Sequence[tuple[EngineUse, EngineUse]]
+) -> dict[str, float]:
+    """CPU time of the step by who used it; arithmetic apart from the rest of its process."""
+    learner_s = found.get("learner/learn_cpu_s", 0.0)
+    engine_s = _spent(use, "cpu_s")
+    return {
+        "cpu/learner_arithmetic": learner_s,
+        "cpu/engine_arithmetic": engine_s,
+        "cpu/learner": max(0.0, found.get("learner/process_cpu_s", 0.0) - learner_s),
+        "cpu/producer": max(0.0, _spent(use, "process_cpu_s") - engine_s),
+        "cpu/driver": times.driver_cpu_s,
+    }
+
+
+def _spent(use: Sequence[tuple[EngineUse, EngineUse]], name: str) -> float:
+    """Growth of a counter, over all engines; one that began anew counts as nothing."""
+    return float(
+        sum(max(0.0, getattr(after, name) - getattr(before, name)) for before, after in use)
+    )
 
 
 def arena_metrics(stats: Stats) -> dict[str, float]:
@@ -124,11 +152,6 @@ def arena_metrics(stats: Stats) -> dict[str, float]:
     for owner, (sessions, _, _) in stats.by_owner.items():
         found[f"owner/{owner}"] = float(sessions)
     return found
-
-
-def rewards_of(rollouts: Sequence[Rollout]) -> list[float]:
-    """Rewards of those that were scored."""
-    return [r.reward for r in rollouts if r.reward is not None]
 
 
 def _mean(values: Sequence[float] | Sequence[int]) -> float:

@@ -85,6 +85,8 @@ class TraceStore:
 
         -> its node in each. All sessions get it, or those before the one that is released.
         """
+        if len(session_ids) == 1:
+            return [self.insert(session_ids[0], segment, parent, timeout)]
         _check_segment(segment)
         ref = self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
         return [self._sessions.attach(session_id, ref, parent) for session_id in session_ids]
@@ -134,6 +136,25 @@ class TraceStore:
             nodes = self._path_to(entries, session_id, self._only_leaf(entries, session_id, node))
         parts = [self._read(entries[n].ref) for n in nodes]
         return _assemble(session_id, nodes, parts, with_routing)
+
+    def export_nodes(self, places: Sequence[tuple[str, int]]) -> list[Trace]:
+        """The paths to many (session, node), as `export` gives each; a segment that several of them
+        share, as the members of a group do their prompt, is read once.
+        """
+        seen: dict[ObjectRef, Columns] = {}
+        traces = []
+        for session_id, node in places:
+            entries = self._objects(session_id)
+            nodes = self._path_to(entries, session_id, node)
+            parts = []
+            for n in nodes:
+                ref = entries[n].ref
+                columns = seen.get(ref)
+                if columns is None:
+                    columns = seen[ref] = self._read(ref)
+                parts.append(columns)
+            traces.append(_assemble(session_id, nodes, parts, with_routing=True))
+        return traces
 
     def release(self, session_ids: Sequence[str], owner: str, strict: bool = False) -> list[str]:
         """End those of the sessions that exist and are `owner`'s; -> their ids (L03, L04)."""

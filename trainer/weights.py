@@ -2,7 +2,7 @@
 
 Promises one put and no serialization: the learner writes its tensors straight into the object, and
 an engine copies them from its mapping of it into its parameters. From and to a GPU the arena's
-memory is page-locked (`shmstore.device`), no second copy of the weights is made on the way, and an
+memory is page-locked (`shmstore.copies`), no second copy of the weights is made on the way, and an
 engine's swap stands in the order of its stream, between two decode steps. The object describes
 itself, and an engine refuses one that does not fit its model before it changes anything. The
 session that `publish` names keeps the object alive; whoever owns that session releases it when the
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shmstore import ObjectRef, Store
-from shmstore.device import Copies
+from shmstore.copies import Copies
 from trainer.engine.protocol import WeightsVersion
 from trainer.errors import EngineError
 
@@ -127,9 +127,8 @@ def _shifted(places: Mapping[str, _Place], by: int) -> dict[str, _Place]:
 def _read_layout(blob: torch.Tensor) -> dict[str, _Place]:
     """The places that the object itself states, checked against its size."""
     try:
-        length = int.from_bytes(bytes(blob[:_LENGTH_BYTES].tolist()), "little")
-        text = bytes(blob[_LENGTH_BYTES : _LENGTH_BYTES + length].tolist())
-        record = json.loads(text)
+        length = int.from_bytes(_bytes_of(blob[:_LENGTH_BYTES]), "little")
+        record = json.loads(_bytes_of(blob[_LENGTH_BYTES : _LENGTH_BYTES + length]))
         record.pop("__metadata__", None)
         relative = {
             name: _Place(
@@ -148,6 +147,10 @@ def _read_layout(blob: torch.Tensor) -> dict[str, _Place]:
         if place.stop - place.start != wanted or place.stop > blob.numel():
             raise WeightsMismatch(f"{name} does not lie within the published object")
     return places
+
+
+def _bytes_of(blob: torch.Tensor) -> bytes:
+    return blob.cpu().numpy().tobytes()
 
 
 def _check(

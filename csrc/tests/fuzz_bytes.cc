@@ -126,7 +126,9 @@ Image make_image(const std::string& name) {
     die();
   }))));
   for (int i = 0; i < 12; ++i) image.refs.push_back(refs.receive<Ref>());
-  for (const ArenaInfo& info : Store::list())
+  std::vector<ArenaInfo> all;
+  OK(Store::list(all));
+  for (const ArenaInfo& info : all)
     if (info.name == name) image.path = info.path;
   int const fd = ::open(image.path.c_str(), O_RDONLY | O_CLOEXEC);
   EXPECT(fd >= 0);

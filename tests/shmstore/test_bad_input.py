@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ from shmstore import (
     BadRef,
     BadValue,
     LayoutMismatch,
+    NotStorable,
     NotThereYet,
     ObjectRef,
+    ObjectTooLarge,
+    SessionReleased,
     Store,
     StoreClosed,
     StoreDenied,
@@ -26,7 +31,9 @@ from shmstore import (
     StoreExists,
     StoreNotFound,
     StoreSuperseded,
+    SystemRefused,
     _core,
+    doctor,
     errors,
     usage,
 )
@@ -100,6 +107,165 @@ def test_sizes_have_many_spellings(size: int | str) -> None:
 def test_table_sizes_out_of_range_are_bad_values(options: dict[str, Any]) -> None:
     with pytest.raises(BadValue):
         Store.create(unique_name(), "4MiB", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"capacity": "1" * 5000},
+        {"capacity": float("nan")},
+        {"max_objects": 15},
+        {"max_objects": 1.0},
+        {"max_objects": None},
+        {"max_sessions": 1 << 40},
+        {"max_attachments": 0},
+        {"max_attachments": 1 << 40},
+        {"max_owners": "x"},
+        {"allow_pickle": "no"},
+        {"directory": None},
+        {"directory": 5},
+        {"directory": ""},
+        {"directory": "a\0b"},
+        {"spin_s": float("nan")},
+    ],
+    ids=repr,
+)
+def test_a_wrong_option_is_a_bad_value_that_repeats_it(options: dict[str, Any]) -> None:
+    name = unique_name()
+    with pytest.raises(BadValue) as caught:
+        Store.create(name, **{"capacity": "4MiB", **options})
+    assert isinstance(caught.value, ValueError)
+    assert name not in Store.list()
+
+
+def test_a_folder_that_is_not_there_is_told_and_not_taken_for_an_empty_one() -> None:
+    for call in (
+        lambda: Store.list(directory="/no/such/folder"),
+        lambda: Store.create(unique_name(), "4MiB", directory="/no/such/folder"),
+        lambda: Store.attach("x", directory="/no/such/folder"),
+        lambda: doctor.clean(directory="/no/such/folder"),
+    ):
+        with pytest.raises(SystemRefused, match="/no/such/folder") as caught:
+            call()
+        assert isinstance(caught.value, OSError)
+
+
+NO_TIME = [-1, -0.5, float("nan"), -math.inf, "5", True, [], 1j, np.float64("nan")]
+
+
+@pytest.mark.parametrize("timeout", NO_TIME, ids=repr)
+def test_a_timeout_is_a_number_of_seconds_and_nothing_happens_without(
+    store: Store, timeout: Any
+) -> None:
+    ref = store.put(b"x")
+    for call in (
+        lambda: store.put(b"y", timeout=timeout),
+        lambda: store.get(ref, timeout=timeout),
+        lambda: store.build(4, "u1", timeout=timeout),
+        lambda: store.buffer(ref, timeout=timeout),
+    ):
+        with pytest.raises(BadValue, match="timeout"):
+            call()
+    assert store.stats().objects == 1
+
+
+# What is called, with what, and which class says so. "s" is a live session of "o"; REF is live.
+WRONG_CALLS: list[tuple[str, Callable[[Store, ObjectRef], Any], type[StoreError]]] = [
+    ("transfer 5", lambda s, r: s.sessions.transfer(_any(5), "o", "p"), BadValue),
+    ("transfer None", lambda s, r: s.sessions.transfer(_any(None), "o", "p"), BadValue),
+    ("transfer a text", lambda s, r: s.sessions.transfer("s", "o", "p"), BadValue),
+    ("transfer [5]", lambda s, r: s.sessions.transfer(["s", _any(5)], "o", "p"), BadName),
+    ("transfer an empty id", lambda s, r: s.sessions.transfer(["s", ""], "o", "p"), BadName),
+    ("transfer of owner 5", lambda s, r: s.sessions.transfer(["s"], _any(5), "p"), BadName),
+    ("transfer to None", lambda s, r: s.sessions.transfer(["s"], "o", _any(None)), BadName),
+    ("transfer to all", lambda s, r: s.sessions.transfer(["s"], "o", "*"), BadName),
+    ("transfer strict=no", lambda s, r: s.sessions.transfer(["s"], "o", "p", _any("no")), BadValue),
+    ("release None", lambda s, r: s.sessions.release(_any(None), "o"), BadValue),
+    ("release a text", lambda s, r: s.sessions.release("s", "o"), BadValue),
+    ("release bytes", lambda s, r: s.sessions.release(_any(b"s"), "o"), BadValue),
+    ("release [None]", lambda s, r: s.sessions.release(["s", _any(None)], "o"), BadName),
+    ("release 64 bytes", lambda s, r: s.sessions.release(["s", "x" * 64], "o"), BadName),
+    ("release of owner 5", lambda s, r: s.sessions.release(["s"], _any(5)), BadName),
+    ("release strict=1", lambda s, r: s.sessions.release(["s"], "o", _any(1)), BadValue),
+    ("release_owned 5", lambda s, r: s.sessions.release_owned(_any(5)), BadName),
+    ("release_owned all", lambda s, r: s.sessions.release_owned("*"), BadName),
+    ("open 5", lambda s, r: s.sessions.open(_any(5), "o"), BadName),
+    ("open for 5", lambda s, r: s.sessions.open("t", _any(5)), BadName),
+    ("owner 5", lambda s, r: s.sessions.owner(_any(5)), BadName),
+    ("list 5", lambda s, r: s.sessions.list(_any(5)), BadName),
+    ("list of nobody", lambda s, r: s.sessions.list(""), BadName),
+    ("bind 5", lambda s, r: s.sessions.bind(_any(5)), BadName),
+    ("bind to itself", lambda s, r: s.sessions.bind("o", "o"), BadName),
+    ("bind with heir 5", lambda s, r: s.sessions.bind("o", _any(5)), BadName),
+    ("attach 5", lambda s, r: s.sessions.attach("s", _any(5)), BadRef),
+    ("attach to None", lambda s, r: s.sessions.attach(_any(None), r), BadName),
+    ("attach parent -1", lambda s, r: s.sessions.attach("s", r, -1), BadValue),
+    ("attach parent 1.5", lambda s, r: s.sessions.attach("s", r, _any(1.5)), BadValue),
+    ("attach parent 2**70", lambda s, r: s.sessions.attach("s", r, 2**70), BadValue),
+    ("attach parent 7", lambda s, r: s.sessions.attach("s", r, 7), BadValue),
+    ("truncate -1", lambda s, r: s.sessions.truncate("s", -1), BadValue),
+    ("truncate None", lambda s, r: s.sessions.truncate("s", _any(None)), BadValue),
+    ("truncate 2**70", lambda s, r: s.sessions.truncate("s", 2**70), BadValue),
+    ("objects 5", lambda s, r: s.sessions.objects(_any(5)), BadName),
+    ("put session 5", lambda s, r: s.put(b"", session=_any(5)), BadName),
+    ("put session empty", lambda s, r: s.put(b"", session=""), BadName),
+    ("put session gone", lambda s, r: s.put(b"", session="gone"), SessionReleased),
+    ("put parent alone", lambda s, r: s.put(b"", parent=0), BadValue),
+    ("put parent 2**80", lambda s, r: s.put(b"", session="s", parent=2**80), BadValue),
+    ("put parent 1.0", lambda s, r: s.put(b"", session="s", parent=_any(1.0)), BadValue),
+    ("get a text", lambda s, r: s.get(_any("x")), BadRef),
+    ("get copy=no", lambda s, r: s.get(r, copy=_any("no")), BadValue),
+    ("get copy=1", lambda s, r: s.get(r, copy=_any(1)), BadValue),
+    ("free 5", lambda s, r: s.free(_any(5)), BadRef),
+    ("free a text", lambda s, r: s.free(_any("abc")), BadRef),
+    ("free half", lambda s, r: s.free([r, _any(5)]), BadRef),
+    ("free strict=None", lambda s, r: s.free(r, strict=_any(None)), BadValue),
+    ("hold 5", lambda s, r: s.hold(_any(5)), BadRef),
+    ("buffer 5", lambda s, r: s.buffer(_any(5)), BadRef),
+    ("build -1", lambda s, r: s.build(-1, "u1"), BadValue),
+    ("build None", lambda s, r: s.build(_any(None), "u1"), BadValue),
+    ("build 1.5", lambda s, r: s.build(_any(1.5), "u1"), BadValue),
+    ("build 2**70", lambda s, r: s.build(2**70, "u1"), BadValue),
+    ("build 2**62", lambda s, r: s.build(2**62, "u1"), ObjectTooLarge),
+    ("build 2**80", lambda s, r: s.build((2**40, 2**40), "u1"), ObjectTooLarge),
+    ("build dtype zz", lambda s, r: s.build(1, "zz"), BadValue),
+    ("build dtype object", lambda s, r: s.build(1, object), NotStorable),
+    ("build session 5", lambda s, r: s.build(1, "u1", session=_any(5)), BadName),
+    ("reserve -1", lambda s, r: s.reserve(-1), BadValue),
+    ("reserve 2**65", lambda s, r: s.reserve(2**65), BadValue),
+    ("reserve a text", lambda s, r: s.reserve(_any("x")), BadValue),
+    ("put_parts 5", lambda s, r: s.put_parts(bytes(64), _any(5)), BadValue),
+    ("put_parts junk", lambda s, r: s.put_parts(b"x" * 64, [b"1"]), BadValue),
+    ("put_parts [5]", lambda s, r: s.put_parts(bytes(64), [_any(5)]), NotStorable),
+    ("put_stream None", lambda s, r: s.put_stream(_any(None)), BadValue),
+    ("put_stream sort 5", lambda s, r: s.put_stream([], sort=_any(5)), BadValue),
+]
+
+
+def _any(value: Any) -> Any:
+    """What the types forbid."""
+    return value
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [(call, error) for _, call, error in WRONG_CALLS],
+    ids=[c[0] for c in WRONG_CALLS],
+)
+def test_a_wrong_argument_is_refused_by_class_and_changes_nothing(
+    store: Store, call: Callable[[Store, ObjectRef], Any], error: type[StoreError]
+) -> None:
+    store.sessions.open("s", owner="o")
+    ref = store.put(b"x")
+    with pytest.raises(error) as caught:
+        call(store, ref)
+    assert len(str(caught.value)) > 20
+    stats = store.stats()
+    assert (stats.objects, stats.sessions, store.sessions.owner("s")) == (1, 1, "o")
+    assert store.sessions.objects("s") == []
+    assert store.get(ref) == b"x"
+    assert store.check() == []
+    store.sessions.release(["s"], "o")
 
 
 def test_spilling_is_not_there_yet_and_says_so() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -166,11 +167,11 @@ class ExtendLayout:
         self._cache, self._parts = cache, parts
         device = cache.shape.device
         packed = PackedLayout([part.count for part in parts], device)
-        starts = torch.tensor([part.start for part in parts], device=device)
-        counts = torch.tensor([part.count for part in parts], device=device)
-        slots = torch.tensor([part.slot for part in parts], device=device)
-        self.position_ids = packed.position_ids + starts.repeat_interleave(counts)
-        self.rows = (slots * cache.length).repeat_interleave(counts) + self.position_ids[0]
+        # On the host: repeating on a GPU would wait for it, to learn the size of the result.
+        positions = np.concatenate([np.arange(p.start, p.start + p.count) for p in parts])
+        slots = np.repeat([part.slot for part in parts], [part.count for part in parts])
+        self.position_ids = torch.from_numpy(positions).unsqueeze(0).to(device)
+        self.rows = torch.from_numpy(slots * cache.length + positions).to(device)
         # From nothing, attention needs no cache and no mask.
         self._packed = packed if all(part.start == 0 for part in parts) else None
 

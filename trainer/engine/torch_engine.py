@@ -64,7 +64,9 @@ class EngineCounters:
     kv_bytes: int
     prefix_bytes: int
     busy_s: float
-    """Seconds in which the worker thread had something to do."""
+    """Seconds in which the worker thread computed tokens; taking new weights is not among them."""
+    cpu_s: float
+    """Of these, CPU time."""
 
 
 @dataclass(eq=False)
@@ -105,7 +107,7 @@ class TorchEngine:
         self._closing = False
         self._broken: BaseException | None = None
         self._tokens = self._steps = 0
-        self._busy_s = 0.0
+        self._busy_s = self._cpu_s = 0.0
         routing = self._runner.routing.info
         self._info = EngineInfo(
             vocab_size=int(model.config.vocab_size),
@@ -137,6 +139,7 @@ class TorchEngine:
             kv_bytes=self._runner.cache.nbytes,
             prefix_bytes=batcher.prefixes.nbytes,
             busy_s=self._busy_s,
+            cpu_s=self._cpu_s,
         )
 
     # --- the loop's side ------------------------------------------------------------------------
@@ -222,7 +225,7 @@ class TorchEngine:
                 f"{name} has {len(context)} tokens; the model's context holds {limit}, and one "
                 "must be left to generate"
             )
-        if context.min() < 0 or context.max() >= self._info.vocab_size:
+        if context.view(np.uint32).max() >= self._info.vocab_size:  # a negative one is a huge one
             raise EngineError(f"{name} has token ids outside 0 … {self._info.vocab_size - 1}")
         if not 0 <= request.n_routed_known <= len(context):
             raise EngineError(
@@ -294,7 +297,6 @@ class TorchEngine:
         """Runs until nothing is left to do; → what ended last, the rest was delivered before."""
         assert self._loop is not None
         batcher = self._batcher
-        began = time.perf_counter()
         while True:
             while self._inbox:
                 item = self._inbox.popleft()
@@ -304,6 +306,7 @@ class TorchEngine:
                     batcher.waiting.append(item)
             batcher.end_cancelled()
             self._swap_weights()
+            began, cpu_began = time.perf_counter(), time.thread_time()
             if not self._swaps:
                 before = len(batcher.running)
                 batcher.admit(self._model_step)
@@ -312,8 +315,9 @@ class TorchEngine:
             self._tokens += len(batcher.running)
             batcher.decode(self._model_step)
             outcomes = batcher.take_outcomes()
-            ended = time.perf_counter()  # after each pass: a busy engine may not return for hours
-            self._busy_s, began = self._busy_s + ended - began, ended
+            # After each pass: a busy engine may not return for hours.
+            self._busy_s += time.perf_counter() - began
+            self._cpu_s += time.thread_time() - cpu_began
             if not batcher.busy and not self._inbox and not self._swaps:
                 return outcomes
             if outcomes:

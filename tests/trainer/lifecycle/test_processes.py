@@ -9,6 +9,7 @@ the middle of its work.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,7 @@ class _Driver:
         self.trained: list[str] = []
         self.deaths: list[str] = []
         self.paused = False
+        self.model_step = 0
         self.desk: Any = None
         self.engine: Any = None
         self.producer: Any = None
@@ -67,7 +69,7 @@ class _Driver:
         self.producer = await self.runtime.spawn(
             ProducerProcess, self.desk, self.engine, SCRIPT, OWNER, name=OWNER
         )
-        await self.producer.start(self.dispatcher.model_step, self.paused)
+        await self.producer.start(self.model_step, self.paused)
 
     async def kill(self, part: str) -> None:
         """SIGKILL, then what a supervisor does."""
@@ -108,7 +110,9 @@ class _Driver:
         await self.producer.resume()
 
     async def sync(self, model_step: int, mode: SyncMode) -> None:
-        await self.producer.load_weights(model_step)
+        self.model_step = model_step
+        with contextlib.suppress(ActorDied):  # its successor starts with them
+            await self.producer.load_weights(model_step)
 
     async def on_step(self, report: StepReport) -> None:
         store = self.runtime.store

@@ -12,10 +12,10 @@ import pytest
 
 from bench.replay import count_idle_wakes
 from shmstore import Store
-from tests.trainer.lifecycle.kit import Desk, desk
+from tests.trainer.lifecycle.kit import Desk, Questions, desk
 from trainer.engine.protocol import SyncMode, WeightsVersion
 from trainer.engine.scripted import Script
-from trainer.errors import ConfigError, LearnerLost, LedgerError
+from trainer.errors import ConfigError, EndOfData, EngineError, LearnerLost, LedgerError
 from trainer.producer import PauseReport
 from trainer.rollout import Batch
 from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_schedule
@@ -75,7 +75,9 @@ class _Parts:
         self.log.append("learner has the devices")
 
 
-async def _run(made: Desk, name: str, parts: _Parts, **config: Any) -> None:
+async def _run(
+    made: Desk, name: str, parts: _Parts, *, stop: asyncio.Event | None = None, **config: Any
+) -> None:
     await run_schedule(
         name,
         ScheduleParts(
@@ -87,6 +89,7 @@ async def _run(made: Desk, name: str, parts: _Parts, **config: Any) -> None:
             parts.checkpoint,
             parts.on_step,
             parts if name == "colocated" else None,
+            stop or asyncio.Event(),
         ),
         ScheduleConfig(**{"steps": 4, "take_timeout_s": 1e4, **config}),
     )
@@ -168,6 +171,122 @@ def test_L07_a_learner_lost_in_a_step_gets_its_batch_again(store: Store, name: s
             assert made.dispatcher.report()["trained"] == 16
 
     run_virtual(main())
+
+
+def _slow(parts: _Parts, seconds: float, broken_at: int | None = None) -> None:
+    """Engines that take `seconds` until they have new weights, or refuse those of one step."""
+    sync = parts.sync
+
+    async def slow(model_step: int, mode: SyncMode) -> None:
+        await asyncio.sleep(seconds)
+        if model_step == broken_at:
+            raise EngineError(f"no weights of step {model_step}")
+        await sync(model_step, mode)
+
+    parts.sync = slow  # type: ignore[method-assign]
+
+
+def test_L20_the_learner_does_not_wait_for_engines_that_take_weights_in_flight(
+    store: Store,
+) -> None:
+    async def main() -> tuple[list[str], list[float]]:
+        async with desk(store, budget=StalenessBudget(max_staleness=2)) as made:
+            parts = _Parts(made)
+            _slow(parts, 2)
+            await _run(made, "async", parts, sync_mode="in_flight", steps=3)
+        return parts.log, [report.sync_s for report in parts.reports]
+
+    log, sync_s = run_virtual(main())
+    beside = ["sync 1 in_flight", "told 1", "train 3", "sync 2 in_flight", "told 2"]
+    assert log == ["train 1", "train 2", *beside, "sync 3 in_flight", "told 3"]
+    assert sync_s == pytest.approx([2, 2, 2])
+
+
+def test_L20_every_token_bears_the_weights_that_sampled_it_while_new_ones_are_on_their_way(
+    store: Store,
+) -> None:
+    async def main() -> list[tuple[int, int | None]]:
+        async with desk(store, budget=StalenessBudget(max_staleness=1)) as made:
+            parts = _Parts(made)
+            _slow(parts, 2.5)
+            trained: list[tuple[int, int | None]] = []
+            train = parts.train
+
+            async def note(batch: Batch, train_step: int) -> Mapping[str, float]:
+                trained.extend((train_step, group.model_step_min) for group in batch.groups)
+                return await train(batch, train_step)
+
+            parts.train = note  # type: ignore[method-assign]
+            await _run(made, "async", parts, sync_mode="in_flight", steps=6)
+        return trained
+
+    trained = run_virtual(main())
+    ages = {step - oldest - 1 for step, oldest in trained if oldest is not None}
+    assert len(trained) == 12
+    assert ages <= {0, 1}  # the budget holds although the engines are behind the learner
+
+
+def test_weights_that_cannot_be_taken_beside_a_step_end_the_run(store: Store) -> None:
+    async def main() -> list[str]:
+        async with desk(store) as made:
+            parts = _Parts(made)
+            _slow(parts, 1, broken_at=2)
+            with pytest.raises(EngineError, match="no weights of step 2"):
+                await _run(made, "async", parts, sync_mode="in_flight")
+            store.sessions.release_owned("learner")
+        return parts.log
+
+    assert "told 2" not in run_virtual(main())
+
+
+def test_a_step_is_told_although_the_next_one_fails_before_its_weights_are_taken(
+    store: Store,
+) -> None:
+    async def main() -> list[str]:
+        async with desk(store, sources={"math": Questions(size=2)}, epochs=1) as made:
+            parts = _Parts(made)
+            _slow(parts, 60)
+            with pytest.raises(EndOfData):
+                await _run(made, "async", parts, sync_mode="in_flight", pause_timeout_s=90)
+        return parts.log
+
+    assert run_virtual(main()) == ["train 1", "sync 1 in_flight", "told 1"]
+
+
+@pytest.mark.parametrize("name", ["async", "sync", "colocated"])
+def test_a_stop_ends_the_run_behind_the_step_under_way(store: Store, name: str) -> None:
+    async def main() -> _Parts:
+        async with desk(store) as made:
+            parts = _Parts(made)
+            stop = asyncio.Event()
+            train = parts.train
+
+            async def stopped(batch: Batch, train_step: int) -> Mapping[str, float]:
+                if train_step == 2:
+                    stop.set()
+                return await train(batch, train_step)
+
+            parts.train = stopped  # type: ignore[method-assign]
+            await _run(made, name, parts, stop=stop)
+            await made.producer.resume()
+        return parts
+
+    parts = run_virtual(main())
+    assert [report.train_step for report in parts.reports] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["async", "sync", "colocated"])
+def test_a_stop_ends_the_waiting_for_a_batch_and_takes_nothing(store: Store, name: str) -> None:
+    async def main() -> _Parts:
+        async with desk(store, run=False) as made:
+            parts = _Parts(made)
+            stop = asyncio.Event()
+            asyncio.get_running_loop().call_later(5, stop.set)
+            await _run(made, name, parts, stop=stop)
+        return parts
+
+    assert run_virtual(main()).log == []
+    assert store.sessions.list("learner") == []
 
 
 def test_L23_the_schedule_syncs_first_when_the_engines_are_too_old(store: Store) -> None:

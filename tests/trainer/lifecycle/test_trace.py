@@ -69,6 +69,21 @@ def test_export_gives_one_path_by_node_text_or_tokens(talk: TraceStore) -> None:
         np.testing.assert_array_equal(other.token_ids, by_node.token_ids)
 
 
+def test_many_paths_at_once_are_what_they_are_one_by_one(traces: TraceStore) -> None:
+    ids = ["a", "b", "c"]
+    for session_id in ids:
+        traces.open(session_id, owner="producer-0")
+    traces.insert_shared(ids, make_segment(5, model_step=None))
+    places = [(one, traces.insert(one, make_segment(3 + n), parent=0)) for n, one in enumerate(ids)]
+    together = traces.export_nodes(places)
+    for (session_id, node), trace in zip(places, together, strict=True):
+        alone = traces.export(session_id, node=node)
+        for name in ("token_ids", "labels", "logprobs", "model_steps", "routed_experts"):
+            np.testing.assert_array_equal(getattr(trace, name), getattr(alone, name))
+        assert trace.nodes == alone.nodes
+    traces.release(ids, owner="producer-0")
+
+
 def test_export_says_where_a_query_leaves_the_trace(talk: TraceStore) -> None:
     with pytest.raises(TraceMismatch, match="diverges at 8: the query goes on with 'i world'") as e:
         talk.export("s", text="say hellii world".replace("ii", "i", 1))

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from tests.trainer.run import runs
 
@@ -44,6 +46,87 @@ def test_L13_a_judge_that_hangs_raises_and_talks_nonsense_costs_rollouts_and_not
     assert result.status == 0, result.stderr
     assert result.summary["ledger"]["failed"] > 0
     assert result.summary["ledger"]["trained"] == 6 * 16
+    runs.check_clean(result, run.name)
+
+
+TOOLS = """
+import dataclasses, json, time
+from trainer.environments import ToolLoop
+
+def lookup(n):
+    if n % 4 == 0:
+        time.sleep(3600)
+    if n % 4 == 1:
+        raise ValueError("no such page")
+    return n
+
+class Asks:
+    '''Lets a model that knows no tools call one in every first turn.'''
+    def __init__(self, target):
+        self.loop = ToolLoop([target], max_turns=2, timeout_s=0.3)
+    async def run(self, session, prompt):
+        call = {"name": "lookup", "arguments": {"n": sum(map(ord, prompt.text))}}
+        await self.loop.run(Says(session, f"<tool_call>{json.dumps(call)}</tool_call>"), prompt)
+    async def aclose(self):
+        await self.loop.aclose()
+
+class Says:
+    def __init__(self, session, text):
+        self.session, self.text = session, text
+    async def generate(self, content):
+        return dataclasses.replace(await self.session.generate(content), text=self.text)
+"""
+
+
+def test_L13_a_tool_that_sleeps_or_raises_costs_rollouts_and_not_the_run(tmp_path: Path) -> None:
+    tools = tmp_path / "tools.py"
+    tools.write_text(TOOLS)
+    params = f"{{target: '{tools}:lookup'}}"
+    run = runs.start(
+        tmp_path,
+        *QUICK,
+        f"tasks[0].environment={{kind: class, target: '{tools}:Asks', params: {params}}}",
+        'model.alphabet="0123456789<>=_/\\ntolrespn"',
+        "model.config.max_position_embeddings=128",
+        "faults.useless_groups_max=20",
+        "schedule.steps=3",
+    )
+    result = run.result()
+    assert result.status == 0, result.stderr
+    assert result.summary["ledger"]["failed"] > 0
+    assert result.summary["ledger"]["trained"] == 3 * 16
+    runs.check_clean(result, run.name)
+
+
+def write_a_model_that_says_nothing(folder: Path) -> None:
+    """Its layers add nothing to the embedding, whose first number is large and asks for the end."""
+    from trainer.config import load
+    from trainer.models import build_model, export_hf
+
+    config = load(runs.TINY, ["model.config.tie_word_embeddings=false"]).model
+    model, tokenizer = build_model(config)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name or "lm_head" in name:
+                value.zero_()
+        model.model.embed_tokens.weight[:, 0] = 10
+        model.lm_head.weight[tokenizer.eos_token_id, 0] = 100
+    export_hf(model, tokenizer, folder)
+
+
+def test_empty_responses_are_scored_and_trained_like_others(tmp_path: Path) -> None:
+    write_a_model_that_says_nothing(tmp_path / "silent")
+    judges = tmp_path / "empty.py"
+    judges.write_text("def judge(p, t):\n    assert t == ''\n    return len(p['text']) % 2\n")
+    judge = f"tasks[0].judge={{kind: callable, target: '{judges}:judge'}}"
+    run = runs.start(
+        tmp_path, *QUICK, f"model={tmp_path / 'silent'}", judge, "faults.useless_groups_max=20"
+    )
+    result = run.result()
+    assert result.status == 0, result.stderr
+    assert (result.summary["ledger"]["failed"], result.summary["ledger"]["trained"]) == (0, 4 * 16)
+    rows = pq.read_table(run.folder / "trajectories/step-2.parquet").to_pylist()
+    assert {row["response"] for row in rows} == {""}
     runs.check_clean(result, run.name)
 
 

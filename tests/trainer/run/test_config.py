@@ -195,6 +195,34 @@ def test_numbers_of_a_model_that_cannot_be_built(
     assert words in mistakes(tmp_path, GOOD.replace(old, new))[f"model.config.{path}"]
 
 
+@pytest.mark.parametrize(
+    ("size", "extra", "items"),
+    [
+        ("hidden_size: 36", "", None),
+        ("hidden_size: 34", "", 4),
+        ("hidden_size: 36", "learner: {autocast: true}\n", 8),
+        ("moe_intermediate_size: 20", "", None),
+        ("moe_intermediate_size: 18", "", 4),
+        ("intermediate_size: 18", "", None),  # dense layers only
+    ],
+)
+def test_sizes_of_a_mixture_that_torchs_grouped_product_refuses_are_found_before(
+    tmp_path: Path, size: str, extra: str, items: int | None
+) -> None:
+    """On the CPU and on GPUs; they failed every rollout of a run."""
+    text = GOOD.replace("num_experts: 8", f"num_experts: 8, head_dim: 8, {size}") + extra
+    if items is None:
+        file = tmp_path / "c.yaml"
+        file.write_text(text)
+        load(file)
+        return
+    found = mistakes(tmp_path, text)
+    assert f"multiple of {items}" in found[f"model.config.{size.partition(':')[0]}"]
+    slower = text.replace("model:\n", "model:\n  experts_implementation: eager\n")
+    (tmp_path / "d.yaml").write_text(slower)
+    load(tmp_path / "d.yaml")
+
+
 def test_a_mixture_of_no_experts_with_replay_on_is_no_mixture(tmp_path: Path) -> None:
     found = mistakes(tmp_path, GOOD.replace("num_experts: 8", "num_experts: 0"))
     assert "no experts" in found["learner.replay"]

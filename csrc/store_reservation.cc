@@ -1,0 +1,210 @@
+// Reserving the bytes of an object: the queue for space, growth of the arena, drafts.
+#include "client_table.h"
+#include "object_table.h"
+#include "session_table.h"
+#include "store_call.h"
+
+namespace shmrl {
+namespace {
+
+// How often a reservation that waits for space looks for deaths.
+constexpr std::int64_t kSpaceProbeNs = 50'000'000;
+
+// One reservation's place in the queue for space. Tickets are served in order: nobody overtakes.
+class QueuePlace {
+ public:
+  explicit QueuePlace(Arena& arena) : arena_(arena) {}
+
+  bool taken() const { return index_ != kNil; }
+  bool is_first() const {
+    std::uint64_t const mine = taken() ? arena_.waiter(index_).ticket.get() : UINT64_MAX;
+    for (std::uint32_t i = 0; i < kWaitersMax; ++i) {
+      std::uint64_t const ticket = arena_.waiter(i).ticket.get();
+      if (ticket != 0 && ticket < mine) return false;
+    }
+    return true;
+  }
+  bool take(const Txn& txn, std::uint64_t size) {
+    Header& h = arena_.header();
+    for (std::uint32_t i = 0; i < kWaitersMax; ++i) {
+      WaiterEntry& w = arena_.waiter(i);
+      if (w.ticket.get() != 0) continue;
+      w.size.set(txn, size);
+      w.slot.set(txn, arena_.slot());
+      w.wake.store(0, std::memory_order_relaxed);
+      std::uint64_t const ticket = h.next_ticket.get();
+      h.next_ticket.set(txn, ticket + 1);
+      w.ticket.set(txn, ticket);  // commits
+      h.waiters.add(txn, 1);
+      h.full_waits.add(txn, 1);
+      index_ = i;
+      return true;
+    }
+    return false;
+  }
+  void give_up(const Txn& txn) {
+    if (!taken()) return;
+    arena_.waiter(index_).ticket.set(txn, 0);
+    arena_.header().waiters.add(txn, static_cast<std::uint64_t>(-1));
+    index_ = kNil;
+    txn.wake_head();  // whoever is first now looks again
+  }
+  // Before letting the lock go to sleep: a wake-up from now on is not missed.
+  void arm() { arena_.waiter(index_).wake.store(0, std::memory_order_relaxed); }
+  FutexResult sleep(std::int64_t timeout_ns) {
+    // Acquire: pairs with the release in wake_queue_head().
+    if (arena_.waiter(index_).wake.load(std::memory_order_acquire) != 0)
+      return FutexResult::woken_or_changed;
+    return futex_wait(arena_.waiter(index_).wake.address(), 0, timeout_ns);
+  }
+
+ private:
+  Arena& arena_;
+  std::uint32_t index_ = kNil;
+};
+
+enum class Attempt { done, grow, wait, failed };
+
+class Reservation {
+ public:
+  Reservation(ProcessArena& process, std::uint64_t size, const Wait& wait)
+      : process_(process), arena_(process.arena), size_(size), deadline_(wait), place_(arena_) {}
+
+  Status run(Created& out) {
+    // Whatever happens, the place in the queue is given up: a left place would block all behind it.
+    try {
+      Status const status = loop(out);
+      leave_queue();
+      return status;
+    } catch (...) {
+      leave_queue();
+      throw;
+    }
+  }
+
+ private:
+  Status loop(Created& out) {
+    for (;;) {
+      Growth growth;
+      switch (attempt(out, growth)) {
+        case Attempt::done:
+          return Status::ok;
+        case Attempt::failed:
+          return status_;
+        case Attempt::grow:
+          grow(growth);
+          continue;
+        case Attempt::wait:
+          break;
+      }
+      FutexResult const result = place_.sleep(deadline_.slice(kSpaceProbeNs));
+      if (deadline_.interrupted(process_))
+        return fail(Status::interrupted, "interrupted by a signal");
+      if (!process_.usable.load(std::memory_order_seq_cst)) return closed_or_forked(Status::closed);
+      if (result == FutexResult::timed_out) sweep_now(process_);
+    }
+  }
+
+  Attempt attempt(Created& out, Growth& growth) {
+    Txn txn(arena_);
+    for (bool swept = false;; swept = true) {
+      CreateResult result = CreateResult::full;
+      if (arena_.header().waiters.get() == 0 || place_.is_first())
+        result = create_object(arena_, txn, size_, out, growth,
+                               [&](std::uint32_t i, std::uint64_t g) { process_.claim(i, g); });
+      if (result == CreateResult::ok) {
+        place_.give_up(txn);
+        return Attempt::done;
+      }
+      if (result == CreateResult::grow) return Attempt::grow;
+      if (!swept) {
+        SweepReport report;
+        sweep_dead(arena_, txn, report);
+        if (report.clients > 0) continue;
+      }
+      if (result == CreateResult::objects_full) {
+        status_ = fail(
+            Status::objects_full,
+            "all " + std::to_string(arena_.objects_limit()) +
+                " object entries are in use; free some, or create the arena with more max_objects");
+        return Attempt::failed;
+      }
+      return queue(txn);
+    }
+  }
+
+  Attempt queue(const Txn& txn) {
+    if (deadline_.over() || (!place_.taken() && !place_.take(txn, size_))) {
+      status_ = fail(Status::full, "no room for an object of " + std::to_string(size_) + " bytes");
+      return Attempt::failed;
+    }
+    place_.arm();
+    return Attempt::wait;
+  }
+
+  void grow(const Growth& growth) {
+    if (growth.to <= growth.from) throw_corrupt("the end of the payload", growth.from);
+    arena_.reserve_payload(growth.from, growth.to);
+    Txn txn(arena_);
+    commit_growth(arena_, txn, growth);
+  }
+
+  void leave_queue() {
+    if (!place_.taken()) return;
+    Txn txn(arena_);
+    place_.give_up(txn);
+  }
+
+  ProcessArena& process_;
+  Arena& arena_;
+  std::uint64_t size_;
+  Deadline deadline_;
+  QueuePlace place_;
+  Status status_ = Status::ok;
+};
+
+}  // namespace
+
+Status Store::reserve(std::uint64_t size, const Wait& wait, Draft& out) {
+  return call([&](ProcessArena& process, Arena& arena) {
+    if (size > arena.payload_bytes())
+      return fail(Status::too_large, "an object of " + std::to_string(size) +
+                                         " bytes cannot fit into an arena of " +
+                                         std::to_string(arena.capacity()));
+    sweep_sometimes(process);
+    Created created;
+    if (Status s = Reservation(process, size, wait).run(created); s != Status::ok) return s;
+    ClientEntry& me = arena.client(arena.slot());
+    me.pinned.fetch_add(1, std::memory_order_relaxed);  // figures
+    me.drafts.fetch_add(1, std::memory_order_relaxed);
+    out.reset();
+    out.arena_ = &process;
+    out.data_ = arena.payload() + created.offset;
+    out.size_ = size;
+    out.session_ = kNil;
+    out.epoch_ = process.epoch.load(std::memory_order_relaxed);
+    out.ref_ = make_ref(arena, created.index, created.generation);
+    return Status::ok;
+  });
+}
+
+Status Store::reserve(std::uint64_t size, std::string_view session, const Wait& wait, Draft& out) {
+  std::uint32_t slot = kNil;
+  std::uint32_t generation = 0;
+  Status const found = call([&](ProcessArena& process, Arena& arena) {
+    if (!valid_utf8_name(session)) return bad_name_detail("a session id", session);
+    sweep_sometimes(process);
+    ReadLock const lock(arena);
+    slot = find_session(arena, session);
+    if (slot == kNil) return gone(session);
+    generation = generation_in(arena.session(slot).state.get());
+    return Status::ok;
+  });
+  if (found != Status::ok) return found;
+  if (Status s = reserve(size, wait, out); s != Status::ok) return s;
+  out.session_ = slot;
+  out.session_generation_ = generation;
+  return Status::ok;
+}
+
+}  // namespace shmrl

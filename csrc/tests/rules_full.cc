@@ -1,0 +1,120 @@
+// Rules about a full arena: waiting, fairness, figures.
+
+#include <thread>
+
+#include "rules.h"
+
+using namespace shmrl;
+using namespace shmrl::test;
+
+namespace {
+
+RULE(a_reservation_waits_for_space_and_gets_it) {
+  Fixture f;
+  Hold big = put(*f.store, kCapacityMin - 100000, 1);
+  std::thread waiter([&] {
+    Draft draft;
+    OK(f.store->reserve(kCapacityMin / 2, Wait{-1}, draft));
+  });
+  while (f.stats().counters.full_waits == 0) std::this_thread::yield();
+  big.reset();
+  waiter.join();
+}
+
+RULE(space_goes_to_waiters_in_the_order_they_came) {
+  Fixture f;
+  Hold big = put(*f.store, kCapacityMin - 300000, 1);
+  Pipe done;
+  std::vector<pid_t> children;
+  for (int i = 0; i < 4; ++i) {
+    children.push_back(start([&] {
+      auto store = attach(f.name);
+      Draft draft;
+      // Each wants most of the arena: one at a time can have it.
+      OK(store->reserve(kCapacityMin - 200000, Wait{-1}, draft));
+      done.send(i);
+      draft.reset();
+      store->close();
+    }));
+    while (f.stats().counters.full_waits != static_cast<std::uint64_t>(i) + 1)
+      std::this_thread::yield();
+  }
+  // A newcomer that would fit may not overtake.
+  Draft small_one;
+  EXPECT_STATUS(Status::full, f.store->reserve(100, Wait{}, small_one));
+  big.reset();
+  for (int i = 0; i < 4; ++i) EXPECT(done.receive<int>() == i);
+  for (pid_t child : children) EXPECT(exited_well(wait_for(child)));
+  OK(f.store->reserve(100, Wait{}, small_one));
+}
+
+RULE(a_dead_waiter_does_not_block_the_queue) {
+  Fixture f;
+  Hold big = put(*f.store, kCapacityMin - 100000, 1);
+  pid_t const child = start([&] {
+    auto store = attach(f.name);
+    Draft draft;
+    (void)store->reserve(kCapacityMin / 2, Wait{-1}, draft);
+  });
+  while (f.stats().counters.full_waits == 0) std::this_thread::yield();
+  ::kill(child, SIGKILL);
+  EXPECT(was_killed(wait_for(child)));
+  Draft draft;
+  OK(f.store->reserve(1000, Wait{}, draft));
+}
+
+RULE(full_says_who_holds_the_rest) {
+  Fixture f;
+  Hold a = put(*f.store, 300000, 1);
+  OK(f.store->open("s", "producer"));
+  put(*f.store, 400000, 2, "s").reset();
+  Draft draft;
+  EXPECT_STATUS(Status::full, f.store->reserve(600000, Wait{}, draft));
+  FullFacts facts;
+  OK(f.store->full_facts(600000, facts));
+  EXPECT(facts.requested == 600000 && facts.capacity == kCapacityMin);
+  EXPECT(facts.free < 600000 && facts.largest_free <= facts.free);
+  EXPECT(facts.by_owner.size() == 1 && facts.by_owner[0].owner == "producer" &&
+         facts.by_owner[0].bytes == 400000);
+  EXPECT(facts.by_client.size() == 1 && facts.by_client[0].self &&
+         facts.by_client[0].held_objects == 1 && facts.by_client[0].held_bytes >= 300000);
+}
+
+RULE(freed_neighbours_merge_so_that_free_bytes_are_usable) {  // ray#16164
+  Fixture f;
+  std::vector<Hold> holds;
+  for (int i = 0; i < 15; ++i) holds.push_back(put(*f.store, 65536, i));
+  for (std::size_t i = 0; i < holds.size(); i += 2) holds[i].reset();
+  Draft draft;
+  EXPECT_STATUS(Status::full, f.store->reserve(500000, Wait{}, draft));
+  Stats const broken = f.stats();
+  EXPECT(broken.free >= 500000 && broken.largest_free < 500000);  // reported, not hidden
+  for (std::size_t i = 1; i < holds.size(); i += 2) holds[i].reset();
+  EXPECT(f.stats().largest_free == f.stats().free && f.stats().free == kCapacityMin);
+  OK(f.store->reserve(kCapacityMin, Wait{}, draft));
+}
+
+RULE(a_failed_reservation_counts_nowhere) {  // v6d#862
+  Fixture f;
+  Hold big = put(*f.store, kCapacityMin - 100000, 1);
+  Stats const before = f.stats();
+  Draft draft;
+  for (int i = 0; i < 100; ++i)
+    EXPECT_STATUS(Status::full, f.store->reserve(500000, Wait{}, draft));
+  EXPECT(f.stats().used == before.used && f.stats().objects == before.objects);
+}
+
+RULE(the_object_table_has_a_limit_that_is_named) {
+  Options o = small();
+  o.max_objects = 16;
+  Fixture f(o);
+  std::vector<Hold> holds;
+  for (int i = 0; i < 16; ++i) holds.push_back(put(*f.store, 64, i));
+  Draft draft;
+  EXPECT_STATUS(Status::objects_full, f.store->reserve(64, Wait{}, draft));
+  EXPECT(Store::detail().find("max_objects") != std::string::npos);
+  holds.pop_back();
+  OK(f.store->reserve(64, Wait{}, draft));
+}
+
+}  // namespace

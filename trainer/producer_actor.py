@@ -248,6 +248,8 @@ class ProducerActor:
         config = self._producer_config(rollouts_each, params)
         evaluator = Evaluator(self._ready, config, prompts, owner=_EVAL_OWNER)
         report = await evaluator.run()
+        for error in report.errors:
+            print(f"a rollout of the evaluation failed: {error}", flush=True)
         return {
             "reward": report.reward_mean,
             "rollouts": float(report.rollouts),

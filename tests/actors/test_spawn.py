@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import actors
+from actors import placement
 
 
 class Bare:
@@ -254,3 +255,16 @@ def test_using_a_runtime_outside_its_block_is_refused() -> None:
         actors.Runtime(in_flight_max=0)
     with pytest.raises(actors.NotInActor):
         actors.current()
+
+
+def test_devices_are_found_by_their_files_where_the_driver_lists_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "Path", lambda name: tmp_path / name.lstrip("/"))
+    (tmp_path / "dev").mkdir()
+    assert placement.detect_gpus() == ()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert placement.detect_gpus() == ("0", "1")
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    assert placement.detect_gpus() == ("0",)

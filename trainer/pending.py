@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 from trainer.conversation import Conversation, Gate, SharedPrompt
 from trainer.engine.protocol import Engine, SamplingParams, Tokenizer
 from trainer.environment import Environment, Judge, RolloutAborted
-from trainer.errors import ConfigError, JudgeError, RolloutError
+from trainer.errors import ConfigError, JudgeError, RolloutError, TrainerError
 from trainer.rollout import Group, Rollout, Status
 from trainer.trace import TraceStore
 from trainer.work import Work
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 #: Ids of sessions have at most this many bytes of UTF-8.
 SESSION_ID_BYTES_MAX = 63
+#: The innermost frames of a traceback that an `error_msg` keeps.
+_FRAMES_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +305,10 @@ def _is_cancelled() -> bool:
 
 
 def _text_of(error: BaseException) -> str:
+    """The error; below it its traceback, unless it is ours and its text says it all."""
+    text = f"{type(error).__name__}: {error}"
     if isinstance(error, asyncio.CancelledError):
-        return "CancelledError: user code let a cancellation out that nobody had asked for"
-    return f"{type(error).__name__}: {error}"
+        text = "CancelledError: user code let a cancellation out that nobody had asked for"
+    if isinstance(error, TrainerError):
+        return text
+    return f"{text}\n{''.join(traceback.format_tb(error.__traceback__, -_FRAMES_MAX))}".rstrip()

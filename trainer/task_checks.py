@@ -99,7 +99,7 @@ def _prompts(config: Config, task: TaskConfig) -> _Found:
         yield (
             "source.chat",
             f"gives messages, but the tokenizer in {folder!r} has no chat template: give prompts "
-            "as text, without source.system",
+            "as text, with source.chat: false and source.system: null",
         )
 
 

@@ -16,6 +16,10 @@ import actors
 from actors import placement
 
 
+class Bare:
+    pass
+
+
 class Probe:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs = args, kwargs
@@ -110,6 +114,19 @@ async def test_env_cwd_and_arguments_arrive(tmp_path: Path) -> None:
         assert await probe.cwd() == str(tmp_path)
         other = await rt.spawn(Probe)
         assert await other.environment("PROBE") is None
+
+
+async def test_words_of_ray_are_told_what_they_are_here() -> None:
+    async with actors.Runtime(gpus=0) as rt:
+        probe = await rt.spawn(Probe)
+        with pytest.raises(actors.NoSuchMethod, match="call it directly"):
+            probe.pid.remote()
+        with pytest.raises(actors.NoSuchMethod, match=r"there is: pid, .*die_always"):
+            _ = probe.pidd
+        with pytest.raises(actors.UsageError, match="here it is `gpus=`"):
+            await rt.spawn(Bare, num_gpus=1)
+        with pytest.raises(actors.PlacementError, match="asks for 1 GPU; there is none that"):
+            await rt.spawn(Probe, gpus=1)
 
 
 async def test_gpus_are_disjoint_and_come_back_when_an_actor_ends() -> None:

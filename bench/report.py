@@ -239,7 +239,9 @@ def human(value: float | None, unit: Unit) -> str:
         return f"{value:.4g} B"
     if unit == "1/s":
         return f"{value:,.0f}/s"
-    return f"{value:.2f}×" if unit == "x" else f"{value:,.6g}"
+    if unit == "x":
+        return f"{value:.2f}×" if abs(value) >= 0.1 else f"{value:.3f}×"  # shares are small
+    return f"{value:,.6g}"
 
 
 def machine() -> dict[str, Any]:

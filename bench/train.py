@@ -10,11 +10,12 @@ metrics.jsonl (docs/metrics.md says what each is).
 
 Overhead, as wall time: the share of a step that is not its longest chain of arithmetic. Arithmetic
 is the CPU time of two calls, an engine's pass (forward, sampling, cache) and the learner's update
-(packing, forward, backward, optimizer). One after the other (sync) the chain is their sum; side by
-side (async) it is the longer of the two. So everything else counts against the runtime, also
-waiting for each other, a core that another process took, and the reading, storing, judging and
-booking that a thread does between two passes. Overhead, as CPU time, says the same without the
-clock: what all processes computed besides arithmetic, and which of them.
+(packing, forward, backward, optimizer), each on its one thread. One after the other (sync) the
+chain is their sum; side by side (async) it is the longer of the two. So everything else counts
+against the runtime, also waiting for each other, a core that another process took, and the reading,
+storing, judging and booking that a thread does between two passes: measure on a quiet machine.
+Overhead, as CPU time, says the same without the clock: what all processes computed besides
+arithmetic, and which of them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from . import _core, arrow, codec, device, draft, headers, sessions, usage
+from . import _core, arrow, codec, copies, device, draft, headers, sessions, usage
 from ._core import ObjectRef
 from .errors import BadValue, NotThereYet
 
@@ -125,7 +125,7 @@ class Store(_core.StoreCore):
         """Leave the arena. Idempotent. References that this process counted are dropped; views
         taken before stay valid until they are collected."""
         if self.is_open:
-            device.forget(self)
+            copies.forget(self)
         super().close()
 
     def __enter__(self) -> Self:

@@ -147,7 +147,7 @@ class Driver:
         clock, self._clock = self._clock, _Clock(now)
         self._moved(f"step {train_step} was trained")
         self.train_step = train_step
-        found = step_metrics.batch_metrics(batch, train_step)
+        found = step_metrics.batch_metrics(batch, train_step, len(self._config.tasks))
         # At once, so that a checkpoint of this step has it.
         self._summary.add_step(
             found.get("reward", math.nan),  # none was scored since the last batch

@@ -22,7 +22,7 @@ from trainer.engine.protocol import (
     WeightsVersion,
 )
 from trainer.errors import TrainerError
-from trainer.placement import Cores, own_device
+from trainer.placement import Cores, own_device, rest_device
 
 if TYPE_CHECKING:
     from shmstore import Store
@@ -100,6 +100,7 @@ class EngineActor:
         store = current().runtime.store
         if store is None:
             raise TrainerError("the engine was spawned in a runtime without a store")
+        self._device = setup.config.engine.device
         self._engine, _ = make_engine(setup.config, setup.cores.threads, store)
 
     async def describe(self) -> EngineInfo:
@@ -117,6 +118,10 @@ class EngineActor:
     async def load_weights(self, weights: WeightsVersion, mode: SyncMode = "pause") -> None:
         """As `Engine.load_weights`."""
         await self._engine.load_weights(weights, mode)
+
+    async def rest(self) -> None:
+        """Gives cached memory of the device back (colocated schedule)."""
+        rest_device(self._device)
 
     async def use(self) -> EngineUse:
         """What it has done so far."""

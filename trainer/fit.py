@@ -285,7 +285,7 @@ class _Run:
         sampler = PromptSampler(
             {s.name: s for s in _sources(config, held_out=False)},
             seed=config.run.seed,
-            epochs=None if all(task.source.repeat for task in config.tasks) else 1,
+            epochs={task.name: None if task.source.repeat else 1 for task in config.tasks},
         )
         dispatcher = Dispatcher(
             buffer,

@@ -72,7 +72,8 @@ CATALOG: Mapping[str, Metric] = {
         "s",
         "CPU time of the step: `cpu/learner_arithmetic`, `cpu/engine_arithmetic`, the rest of "
         "these processes (`cpu/learner`; `cpu/producer`, which holds the engine unless it is a "
-        "process of its own), and `cpu/driver`.",
+        "process of its own), and `cpu/driver`. With more than one thread a process, arithmetic "
+        "is what the first one computed.",
     ),
     "tokens_generated": Metric("token", "Response tokens produced since the last step."),
     "tokens_trained": Metric("token", "Response tokens in the batch."),

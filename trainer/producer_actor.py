@@ -205,8 +205,10 @@ class ProducerActor:
         return await self._producer.pause(timeout_s)
 
     async def rest(self) -> None:
-        """Gives cached memory of the engine's device back (colocated schedule)."""
-        rest_device(self._config.engine.device)
+        """Engines give cached memory of their devices back (colocated schedule)."""
+        if self._inline is not None:
+            rest_device(self._config.engine.device)
+        await self._ask_engines("rest")
 
     async def resume(self) -> None:
         """Go on."""
@@ -217,11 +219,15 @@ class ProducerActor:
         """What each engine has done since its process began; the dead are left out."""
         if self._inline is not None:
             return {"inline": use_of(self._inline)}
+        return await self._ask_engines("use")
+
+    async def _ask_engines(self, method: str) -> dict[str, Any]:
+        """What the engine processes answer; the dead are left out."""
         from actors import ActorDied
 
-        async def ask(name: str, handle: Handle) -> tuple[str, EngineUse] | None:
+        async def ask(name: str, handle: Handle) -> tuple[str, Any] | None:
             try:
-                return name, await handle.use()
+                return name, await handle.method(method)()
             except ActorDied:
                 return None
 

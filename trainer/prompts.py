@@ -131,8 +131,8 @@ class DrawnPrompt:
 class PromptSampler:
     """Hands out prompts of several tasks.
 
-    `epochs`: how often a finite source is gone through, None for ever. Each epoch is shuffled by
-    `seed` (None: in order).
+    `epochs`: how often a finite source is gone through, None for ever; one number for all tasks,
+    or one a task. Each epoch is shuffled by `seed` (None: in order).
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class PromptSampler:
         sources: Mapping[str, PromptSource],
         *,
         seed: int | None = 0,
-        epochs: int | None = None,
+        epochs: int | Mapping[str, int | None] | None = None,
     ) -> None:
         if not sources:
             raise ConfigError("no prompt sources were given; at least one is needed")
@@ -149,7 +149,7 @@ class PromptSampler:
                 raise ConfigError(f"the prompt source of task {task!r} is empty")
         self._sources = dict(sources)
         self._seed = seed
-        self._epochs = epochs
+        self._epochs = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)
         self._tasks = {task: _TaskState() for task in sources}
 
     @property
@@ -160,10 +160,10 @@ class PromptSampler:
     def remaining(self, task: str) -> int | None:
         """How many more prompts can be drawn now; None without end."""
         state = self._tasks[task]
-        size = self._sources[task].size
-        if size is None or self._epochs is None:
+        size, epochs = self._sources[task].size, self._epochs[task]
+        if size is None or epochs is None:
             return None
-        return len(state.returned) + size * self._epochs - state.position
+        return len(state.returned) + size * epochs - state.position
 
     def outstanding(self, task: str) -> int:
         """How many prompts are handed out and not settled."""

@@ -185,6 +185,9 @@ class RunFolder:
         for draft in self.checkpoints.glob(f".{_STEP}*.tmp"):
             if draft.name.split(".")[-2] != str(os.getpid()):
                 shutil.rmtree(draft)
+        for marker in self.checkpoints.glob(f".{_LATEST}.*.tmp"):
+            if marker.name.split(".")[-2] != str(os.getpid()):
+                marker.unlink(missing_ok=True)
 
     def _all_checkpoints(self) -> list[tuple[int, Path]]:
         found = [

@@ -40,8 +40,8 @@ class StepTimes:
     overlap: bool
 
 
-def batch_metrics(batch: Batch, train_step: int) -> dict[str, float]:
-    """Rewards, staleness, lengths and the window's report."""
+def batch_metrics(batch: Batch, train_step: int, tasks: int) -> dict[str, float]:
+    """Rewards, staleness, lengths and the window's report. `tasks`: how many the run has."""
     rollouts = batch.rollouts
     rewards = [r.reward for r in rollouts if r.reward is not None]
     ages = [
@@ -62,13 +62,11 @@ def batch_metrics(batch: Batch, train_step: int) -> dict[str, float]:
     if "window/raw_reward_mean" in window:
         found["reward"] = window["window/raw_reward_mean"]
     found["tokens_generated"] = window.get("window/produced_tokens", 0.0)
-    return {**found, **window, **_task_metrics(batch)}
+    return {**found, **window, **(_task_metrics(batch) if tasks > 1 else {})}
 
 
 def _task_metrics(batch: Batch) -> dict[str, float]:
     """Per task; a run with one task has them in total already."""
-    if len(batch.report.tasks) < 2:
-        return {}
     found: dict[str, float] = {}
     for task, window in batch.report.tasks.items():
         rewards = [

@@ -2,7 +2,7 @@
 
 Promises one put and no serialization: the learner writes its tensors straight into the object, and
 an engine copies them from its mapping of it into its parameters. From and to a GPU the arena's
-memory is page-locked (`shmstore.device`), no second copy of the weights is made on the way, and an
+memory is page-locked (`shmstore.copies`), no second copy of the weights is made on the way, and an
 engine's swap stands in the order of its stream, between two decode steps. The object describes
 itself, and an engine refuses one that does not fit its model before it changes anything. The
 session that `publish` names keeps the object alive; whoever owns that session releases it when the
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shmstore import ObjectRef, Store
-from shmstore.device import Copies
+from shmstore.copies import Copies
 from trainer.engine.protocol import WeightsVersion
 from trainer.errors import EngineError
 

@@ -13,8 +13,9 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import actors
 from actors.placement import detect_gpus
@@ -28,7 +29,7 @@ from trainer.producer_actor import ProducerActor, ProducerSetup
 from trainer.producer_link import ProducerLink
 
 if TYPE_CHECKING:
-    from actors import Runtime
+    from actors import Handle, Runtime
     from shmstore import Store
 
 __all__ = ["PRODUCER_OWNER", "Parts", "check_devices", "open_parts"]
@@ -71,29 +72,16 @@ async def open_parts(
     store.sessions.bind(STATE_OWNER, heir=None)
     store.sessions.bind(WEIGHTS_OWNER, heir=None)
     async with actors.Runtime(store=store, name=name, log_dir=logs, forward_logs=False) as rt:
-        learner = await rt.spawn(
-            LearnerActor,
-            LearnerSetup(config, plan.cores["learner"]),
-            name="learner",
-            restart=plan.restart,
-            env=plan.environment("learner"),
-        )
+        start = partial(_start, rt, plan, note)
+        learner = await start("learner", LearnerActor, LearnerSetup(config, plan.cores["learner"]))
         engines = {
-            engine: await rt.spawn(
-                EngineActor,
-                EngineSetup(config, plan.cores[engine], index),
-                name=engine,
-                restart=plan.restart,
-                env=plan.environment(engine),
-            )
-            for index, engine in enumerate(plan.engines)
+            name: await start(name, EngineActor, EngineSetup(config, plan.cores[name], index))
+            for index, name in enumerate(plan.engines)
         }
-        producer = await rt.spawn(
+        producer = await start(
+            "producer",
             ProducerActor,
             ProducerSetup(config, PRODUCER_OWNER, plan.cores["producer"]),
-            name="producer",
-            restart=plan.restart,
-            env=plan.environment("producer"),
         )
         yield Parts(
             rt,
@@ -101,6 +89,20 @@ async def open_parts(
             LearnerLink(learner, store, note),
             ProducerLink(producer, engines, PRODUCER_OWNER, note),
         )
+
+
+async def _start(
+    rt: Runtime, plan: _Plan, note: Callable[[str], None], name: str, cls: type[Any], setup: object
+) -> Handle:
+    """One process. Once it stands, the supervisor restarts it; until then, this does."""
+    for _ in range(plan.restart.max):
+        try:
+            return await rt.spawn(
+                cls, setup, name=name, restart=plan.restart, env=plan.environment(name)
+            )
+        except actors.SpawnDied as death:
+            note(f"{name} died while it was started ({death}); once more")
+    return await rt.spawn(cls, setup, name=name, restart=plan.restart, env=plan.environment(name))
 
 
 def check_devices(config: Config, gpus: Sequence[str] | None = None) -> None:

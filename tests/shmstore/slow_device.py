@@ -1,6 +1,6 @@
 """A device in place of CUDA, for tests: as strict as CUDA about memory, and slower about copies.
 
-Owns the double of `shmstore.device._Cuda`. A copy happens when somebody waits for a mark behind it,
+Owns the double of `shmstore.copies._Cuda`. A copy happens when somebody waits for a mark behind it,
 and marks are reached when the test says so: bytes that were given back too early are wrong here,
 every time. "Device memory" is the CPU's.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmstore import device
+from shmstore import copies
 
 WAIT_S = 30.0
 
@@ -92,16 +92,16 @@ def _is_writable(address: int, n_bytes: int) -> bool:
 def slow_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDevice]:
     """In place of CUDA within the block; by its end every registration was given back."""
     double = SlowDevice()
-    monkeypatch.setattr(device, "_cuda", lambda torch, target: double)
-    monkeypatch.setattr(device, "_refusal_said", True)
+    monkeypatch.setattr(copies, "_cuda", lambda torch, target: double)
+    monkeypatch.setattr(copies, "_refusal_said", True)
     yield double
     double.goes_on.set()
     gc.collect()
-    assert device._arenas == {}
+    assert copies._arenas == {}
     assert double.registered == {}
 
 
 def settle() -> None:
     """Until everything that has ended was let go of."""
-    if device._janitor is not None:
-        device._janitor.submit(lambda: None).result(WAIT_S)
+    if copies._janitor is not None:
+        copies._janitor.submit(lambda: None).result(WAIT_S)

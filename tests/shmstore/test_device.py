@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from shmstore import BadValue, DeviceError, Store, StoreFull, device
+from shmstore import BadValue, DeviceError, Store, StoreFull, copies, device
 from shmstore.testing import temporary_store, unique_name
 from tests.shmstore.slow_device import WAIT_S, SlowDevice, settle, slow_device
 
 CPU = torch.device("cpu")
-PIECE = device.PIECE_BYTES
+PIECE = copies.PIECE_BYTES
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_copy_is_cut_where_a_registration_ends_and_each_piece_is_asked_for_onc
         for _ in range(2):
             assert torch.equal(_ended(_fetch(store, ref)), value)
         assert len(slow.asked) == len(set(slow.asked)) >= 2
-        taken, refused = device.page_locked(store)
+        taken, refused = copies.page_locked(store)
         assert taken == sum(slow.registered.values())
         assert 0 < refused <= PIECE
         del padding, later
@@ -109,7 +109,7 @@ def test_what_the_arena_has_is_locked_and_the_rest_when_it_has_grown(slow: SlowD
         assert backed > first
         assert torch.equal(_ended(_fetch(store, ref)), value)
         assert sum(slow.registered.values()) == backed
-        assert device.page_locked(store) == (backed, 0)
+        assert copies.page_locked(store) == (backed, 0)
         del small
 
 
@@ -130,12 +130,12 @@ def test_types_are_converted_on_the_device_side(slow: SlowDevice) -> None:
     with temporary_store("64MiB") as store:
         ref = store.put(torch.randn(100))
         narrow = torch.empty(100, dtype=torch.bfloat16)
-        with store.build((100,), torch.bfloat16) as draft, device.Copies(store, CPU) as copies:
-            copies.download(store.get(ref, copy=True), draft.tensor)
+        with store.build((100,), torch.bfloat16) as draft, copies.Copies(store, CPU) as batch:
+            batch.download(store.get(ref, copy=True), draft.tensor)
         assert torch.equal(store.get(draft.ref), store.get(ref).bfloat16())
         slow.goes_on.set()
-        with device.Copies(store, CPU) as copies:
-            copies.upload(store.get(draft.ref), narrow)
+        with copies.Copies(store, CPU) as batch:
+            batch.upload(store.get(draft.ref), narrow)
         settle()
         assert torch.equal(narrow, store.get(draft.ref))
 
@@ -148,12 +148,12 @@ def test_shapes_and_orders_that_differ_are_refused_and_the_next_copy_works(
         for sink in (torch.empty(6), torch.empty(3, 2).t(), torch.empty(4, 3)[::2]):
             with (
                 pytest.raises(BadValue, match="without gaps"),
-                device.Copies(store, CPU) as copies,
+                copies.Copies(store, CPU) as batch,
             ):
-                copies.upload(host, sink)
+                batch.upload(host, sink)
         back = torch.empty(2, 3, dtype=torch.int64)
-        with device.Copies(store, CPU) as copies:
-            copies.upload(host, back)
+        with copies.Copies(store, CPU) as batch:
+            batch.upload(host, back)
         settle()
         assert torch.equal(back, host)
 
@@ -199,14 +199,14 @@ def test_after_a_fork_the_registrations_are_the_parents(slow: SlowDevice) -> Non
     with temporary_store("128MiB") as store:
         _ended(_fetch(store, store.put(np.zeros(100 << 20, "u1"))))
         base = store.payload_mapping()[0]
-        device._leave(base, id(store), pid=1)  # what a collected handle does in a child
+        copies._leave(base, id(store), pid=1)  # what a collected handle does in a child
         assert slow.registered
 
 
 def test_at_most_so_many_copies_are_under_way(
     slow: SlowDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "UNDER_WAY_MAX", 3)
+    monkeypatch.setattr(copies, "UNDER_WAY_MAX", 3)
     with temporary_store("64MiB") as store:
         refs = [store.put(torch.full((10,), index)) for index in range(4)]
         slow.goes_on.clear()
@@ -272,7 +272,7 @@ def test_a_refusal_of_cuda_is_cleared_and_does_not_become_somebody_elses_error(c
             ),
         ),
     )
-    cuda = device._Cuda(double, "cuda:1")
+    cuda = copies._Cuda(double, "cuda:1")
     assert cuda.register(4096, 8192) is (code == 0)
     cuda.unregister(4096)
     launch = [] if code == 0 else [("launch", 1, "cuda:1")]
@@ -280,14 +280,14 @@ def test_a_refusal_of_cuda_is_cleared_and_does_not_become_somebody_elses_error(c
 
 
 def test_a_refusal_is_said_once(slow: SlowDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_refusal_said", False)
+    monkeypatch.setattr(copies, "_refusal_said", False)
     slow.refuses = lambda number: True
     with temporary_store("256MiB") as store:
         ref = store.put(np.zeros(150 << 20, "u1"))
         with pytest.warns(RuntimeWarning, match="page-lock") as said:
             assert not _ended(_fetch(store, ref)).any()
         assert len(said) == 1
-        assert device.page_locked(store)[0] == 0
+        assert copies.page_locked(store)[0] == 0
 
 
 def test_a_device_that_is_not_there_is_a_device_error(store: Store) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,8 +65,19 @@ def build_source(task: TaskConfig, *, seed: int, held_out: bool) -> PromptSource
 
 
 def _is_held_out(text: str, share: float) -> bool:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < share * 2.0**64
+    return _place(text) < share * 2.0**64
+
+
+def _place(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _held_out_of(texts: Collection[str], share: float) -> Collection[str]:
+    """The texts of a finite source that are held out: at least one, if that leaves one."""
+    held = [text for text in texts if _is_held_out(text, share)]
+    if not held and share > 0 and len(texts) > 1:
+        held = [min(texts, key=_place)]
+    return frozenset(held)
 
 
 class ReasoningGymSource:
@@ -169,12 +180,13 @@ class JsonlSource:
         self._config = config
         self._side = "eval" if held_out else "train"
         items = _read_jsonl(Path(config.path), config)
-        self._items = [i for i in items if _is_held_out(_text_of(i[1]), config.holdout) == held_out]
+        held = _held_out_of({_text_of(item[1]) for item in items}, config.holdout)
+        self._items = [item for item in items if (_text_of(item[1]) in held) == held_out]
         if not self._items:
             side = "held out" if held_out else "left for training"
             raise BadPrompts(
                 f"{config.path}: none of its {len(items)} prompts is {side}; change source.holdout "
-                f"({config.holdout}) or give more prompts"
+                f"({config.holdout}), give more distinct prompts, or set eval.prompts to 0"
             )
 
     @property

@@ -66,6 +66,14 @@ def test_L12_prompts_of_a_dead_producer_are_handed_out_again_before_new_ones() -
     assert _drain(sampler) == ["math/3", "math/4"]
 
 
+def test_L31_a_task_without_repetition_ends_and_the_others_begin_anew() -> None:
+    sources = {"ends": Questions("ends", size=2), "goes on": Questions("goes on", size=2)}
+    sampler = PromptSampler(sources, seed=None, epochs={"ends": 1, "goes on": None})
+    assert [sampler.draw("ends", "p") is None for _ in range(4)] == [False, False, True, True]
+    assert all(sampler.draw("goes on", "p") for _ in range(9))
+    assert (sampler.remaining("ends"), sampler.remaining("goes on")) == (0, None)
+
+
 def test_settling_twice_or_giving_back_what_is_settled_changes_nothing() -> None:
     sampler = PromptSampler({"math": Questions(size=1)}, seed=None, epochs=1)
     drawn = sampler.draw("math", "p")

@@ -65,10 +65,10 @@ class Run:
             start_new_session=True,
         )
 
-    def result(self) -> Result:
+    def result(self, deadline_s: float = _DEADLINE_S) -> Result:
         """Waits for the end. Nothing of the run may be left then."""
         try:
-            out, err = self.process.communicate(timeout=_DEADLINE_S)
+            out, err = self.process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             self.end()
             raise
@@ -118,6 +118,11 @@ class Run:
         victim = self.wait_for_process(name)
         victim.send_signal(signal.SIGKILL)
         return victim.pid
+
+    def interrupt(self) -> None:
+        """Ctrl-C, once the driver listens to it: before, Python itself would end it."""
+        self.wait_for_process("learner")
+        self.process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
         """kill -9 of the driver; everything below it is gone then."""

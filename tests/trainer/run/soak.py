@@ -1,17 +1,18 @@
 """A run under fire: `python -m tests.trainer.run.soak --seconds 300` (`make soak-train S=300`).
 
-Trains the tiny configuration with two engine processes and, every few seconds, kills one process
-of the run (learner, producer or an engine) chosen at random, or sends Ctrl-C, or kills the
-driver; after each end it resumes. It fails when a run ends by itself with anything but success,
-when the books do not balance, or when an arena is left. The seed is printed; the same seed makes
-the same choices, not the same moments.
+Trains the tiny configuration with two engine processes, a warm-up, an evaluation every fourth step
+and a checkpoint every other. At random moments, in the start and in a checkpoint as well as in a
+step, it kills one process of the run (learner, producer or an engine) chosen at random, or sends
+Ctrl-C, or kills the driver; after each end it resumes. It fails when a run ends by itself with
+anything but success, when the books do not balance, when a step is missing from the history, or
+when an arena is left. The seed is printed; the same seed makes the same choices, not the same
+moments.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -21,14 +22,16 @@ from shmstore import Store
 from tests.trainer.run import runs
 
 VICTIMS = ("learner", "producer", "engine-0", "engine-1")
-PAUSE_S = (1.0, 8.0)
+PAUSE_S = (0.5, 8.0)
+WARMUP = "warmup={steps_max: 40, target: 1.0, eval_every: 20, eval_prompts: 32, batch: 16}"
 SETTINGS = (
     "engine.inline=false",
     "engine.replicas=2",
     "schedule.steps=1000000",
-    "checkpoint.every=20",
+    "checkpoint.every=2",
+    "eval.every=4",
     "faults.restarts_max=1000",
-    "eval.prompts=0",
+    WARMUP,
     "metrics.plot=false",
     "metrics.tensorboard=false",
     "metrics.trajectories_every=0",
@@ -48,11 +51,12 @@ def main() -> int:
 
 
 def _soak(folder: Path, choose: random.Random, deadline: float) -> int:
-    run = runs.start(folder, *SETTINGS)
+    run = runs.start(folder, *SETTINGS, f"model.cache_dir={folder / 'cache'}")
     done: dict[str, int] = {}
     try:
         while time.monotonic() < deadline:
-            run.wait_for_step(max([r["train_step"] for r in run.steps()], default=0) + 1)
+            if choose.random() < 0.5:
+                run.wait_for_step(max([r["train_step"] for r in run.steps()], default=0) + 1)
             time.sleep(choose.uniform(*PAUSE_S))
             what = choose.choice((*VICTIMS * 3, "ctrl-c", "driver"))
             done[what] = done.get(what, 0) + 1
@@ -62,18 +66,21 @@ def _soak(folder: Path, choose: random.Random, deadline: float) -> int:
             if what == "driver":
                 run.end()
             else:
-                run.process.send_signal(signal.SIGINT)
+                run.interrupt()
                 _check(run.result(), run.name, status=130)
             run = runs.resume(run.folder)
         run.wait_for_step(max([r["train_step"] for r in run.steps()], default=0) + 1)
-        run.process.send_signal(signal.SIGINT)
+        run.interrupt()
         _check(run.result(), run.name, status=130)
     finally:
         if run.process.poll() is None:
             run.end()
         if run.name in Store.list():
             Store.unlink(run.name)
-    steps = max(r["train_step"] for r in run.steps())
+    history = [r["train_step"] for r in run.steps()]
+    steps = max(history)
+    if history != list(range(steps + 1)):
+        raise SystemExit(f"the history is not one of every step once: {history}")
     print(f"{steps} steps trained through " + ", ".join(f"{n} x {w}" for w, n in done.items()))
     return 0
 

@@ -32,6 +32,17 @@ def test_L07_L12_a_killed_process_costs_a_restart_and_nothing_else(
     runs.check_clean(result, run.name)
 
 
+def test_processes_that_are_killed_while_the_run_starts_are_started_again(tmp_path: Path) -> None:
+    run = runs.start(tmp_path, *LONG, "engine.inline=false", "schedule.steps=5")
+    for victim in ("learner", "engine-0", "producer"):
+        first = run.kill(victim)
+        run.wait_for_process(victim, not_pid=first)
+    result = run.result()
+    assert result.status == 0, result.stderr
+    assert result.summary["ledger"]["trained"] == 5 * 16
+    runs.check_clean(result, run.name)
+
+
 def test_a_learner_without_a_state_in_the_arena_takes_the_run_back_to_its_checkpoint(
     tmp_path: Path,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from shmstore import Store
 from tests.trainer.run import runs
+from trainer.cli import main
 
 pytestmark = pytest.mark.timeout(600)  # against a hang: a loaded machine starts processes slowly
 
@@ -74,7 +76,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[runs.Result
 
 @pytest.mark.parametrize("moment", KILLED_AT)
 def test_L25_resumed_after_a_kill_the_history_is_bit_for_bit_that_of_an_uninterrupted_run(
-    tmp_path: Path, uninterrupted: tuple[runs.Result, runs.Run], moment: str
+    tmp_path: Path,
+    uninterrupted: tuple[runs.Result, runs.Run],
+    moment: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     expected, whole = uninterrupted
     broken = runs.start(tmp_path, *EXACT, prelude=KILLED_AT[moment])
@@ -84,6 +89,9 @@ def test_L25_resumed_after_a_kill_the_history_is_bit_for_bit_that_of_an_uninterr
     else:
         broken.dies()
     check_doctor_finds(broken.name)
+    if moment == "anywhere":
+        assert main(["eval", str(broken.folder), "--prompts", "4", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step"] in (2, 4)
     resumed = runs.resume(broken.folder).result()
     assert (expected.status, resumed.status) == (0, 0), resumed.stderr
     for one, other in zip(whole.steps(), broken.steps(), strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Coroutine, Mapping
@@ -77,6 +78,7 @@ class Client:
         reservation. Arguments of `__init__` that have one of these names are passed by position.
         Raises SpawnFailed, PlacementError, NameTaken, NotSerializable.
         """
+        _check_words(cls, kwargs)
         spec = self._spec(
             cls, args, kwargs, name=name, restart=restart, gpus=gpus, cpus=cpus, env=env, cwd=cwd,
             log=log, memory=memory, detached=detached, within=within,
@@ -252,3 +254,18 @@ def _bytes_of(size: int | str) -> int:
             if size.endswith(suffix) and number.isdigit() and int(number) > 0:
                 return int(number) * factor
     raise UsageError(f'a size is a positive number of bytes or "512MiB", "4GiB"; got {size!r}')
+
+
+_OTHER_WORDS = {"num_gpus": "gpus=", "num_cpus": "cpus=", "max_restarts": "restart="}
+
+
+def _check_words(cls: type, kwargs: Mapping[str, Any]) -> None:
+    """Options as Ray calls them, which would end up as arguments of `__init__`."""
+    for word in _OTHER_WORDS.keys() & kwargs.keys():
+        try:
+            inspect.signature(cls).bind_partial(**{word: kwargs[word]})
+        except TypeError:
+            raise UsageError(
+                f"spawn has no option {word!r} and {cls.__name__} takes no such argument; here it"
+                f" is `{_OTHER_WORDS[word]}` (docs/from_ray.md)"
+            ) from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from . import faults
 from .calls import (
@@ -95,12 +95,13 @@ class Handle:
         return method
 
     def method(self, name: str) -> RemoteMethod:
-        """The method of this name. Raises NoSuchMethod, with the nearest names that there are."""
+        """The method of this name. Raises NoSuchMethod, with the names there are, nearest first."""
         flags = self._methods.get(name)
         if flags is None:
             import difflib
 
-            near = difflib.get_close_matches(name, self._methods, 3) or sorted(self._methods)
+            near = difflib.get_close_matches(name, self._methods, 3)
+            near += sorted(self._methods.keys() - near)
             raise NoSuchMethod(
                 f"actor {self._name!r} ({self._class_name}) has no public method {name!r};"
                 f" there is: {', '.join(near)}"
@@ -112,7 +113,8 @@ class Handle:
         await self._hub("stop_actor", self._uid, timeout)
 
     async def kill(self) -> None:
-        """SIGKILL to its process group, now. Returns when it is gone; it does not restart."""
+        """SIGKILL to its process group, now. Returns when it is gone; whatever its `Restart` says,
+        it does not restart."""
         await self._hub("kill_actor", self._uid)
 
     def watch(self) -> Stream:
@@ -209,7 +211,8 @@ class RemoteMethod:
         """This method with other options; those not given stay as they are.
 
         `timeout` in seconds, covers retries too. `retries` counts repetitions after ActorDied and
-        applies to methods marked idempotent only. Raises UsageError.
+        applies to methods marked idempotent only; others fail at once, and a note on the error
+        says why. Raises UsageError.
         """
         options = self._options or CallOptions()
         changes: dict[str, Any] = {
@@ -384,6 +387,14 @@ class RemoteMethod:
                 ) from error
 
         return node.loop.create_task(bounded())
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name == "remote":
+            raise NoSuchMethod(
+                f"{self._label} has no .remote(): call it directly, `await handle.{self._name}(x)`;"
+                " see docs/from_ray.md"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return f"<RemoteMethod {self._label}>"

@@ -66,11 +66,14 @@ class Book:
             if not isinstance(n, int) or n < 0:
                 raise UsageError(f"{who}: {what} must be a whole number from 0 on, got {n!r}")
         if n_gpus > len(self._free_gpus) or n_cpus > len(self._free_cpus):
+            asked = (("GPU", n_gpus, self.gpus, self._free_gpus),
+                     ("core", n_cpus, self.cpus, self._free_cpus))  # fmt: skip
             raise PlacementError(
-                f"{who} asks for {n_gpus} GPUs and {n_cpus} cores of its own; of"
-                f" {len(self.gpus)} GPUs {len(self._free_gpus)} are free"
-                f" ({', '.join(self._free_gpus) or 'none'}), of {len(self.cpus)} cores"
-                f" {len(self._free_cpus)}"
+                "; ".join(
+                    f"{who} asks for {_count(n, what)}; {_there_are(what, len(there), free)}"
+                    for what, n, there, free in asked
+                    if n > len(free)
+                )
             )
         placement = Placement(tuple(self._free_gpus[:n_gpus]), tuple(self._free_cpus[:n_cpus]))
         del self._free_gpus[:n_gpus]
@@ -86,3 +89,14 @@ class Book:
         """A sub-book with these devices and cores, for a group of actors."""
         taken = self.take(who, n_gpus, n_cpus)
         return Book(taken.gpus, taken.cpus)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def _there_are(what: str, n: int, free: Sequence[object]) -> str:
+    if not n:
+        return "there is none that this run may use"
+    names = ", ".join(map(str, free)) or "none"
+    return f"of {n} {what}s {len(free)} are free ({names})"

@@ -92,6 +92,8 @@ def read_status(name: str) -> Snapshot:
         try:
             sock.connect(str(path))
             chunks = list(iter(lambda: sock.recv(1 << 16), b""))
+        except (ConnectionError, FileNotFoundError) as error:
+            raise RuntimeClosed(f"the run {name!r} is ending, or has ended: {error}") from error
         except OSError as error:
             raise RuntimeClosed(f"the run {name!r} does not answer: {error}") from error
     if not chunks:

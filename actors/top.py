@@ -1,7 +1,7 @@
 """`shmrl top NAME`: a live run, seen from another terminal.
 
 Owns the table. Reads the run's status socket; changes nothing in the run. `--json` prints one
-snapshot and ends.
+snapshot and ends; so does a table where stdout is no terminal.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _show(name: str, interval_s: float, *, once: bool) -> int:
     from rich.live import Live
 
     table = make_table(read_status(name))
-    if once:
+    if once or not sys.stdout.isatty():  # a file wants one picture, not a film
         Console().print(table)
         return 0
     pause = threading.Event()  # never set: Ctrl-C ends the wait
@@ -116,7 +116,14 @@ def _busiest(methods: dict[str, Any]) -> str:
     if not methods:
         return ""
     name, stats = max(methods.items(), key=lambda item: item[1]["count"] * item[1]["mean_us"])
-    return f"{name} ({stats['p50_us']:.0f} / {stats['p99_us']:.0f} µs)"
+    return f"{name} ({_duration(stats['p50_us'])} / {_duration(stats['p99_us'])})"
+
+
+def _duration(us: float) -> str:
+    for unit, size_us in (("s", 1e6), ("ms", 1e3)):
+        if us >= size_us:
+            return f"{us / size_us:.3g} {unit}"
+    return f"{us:.0f} µs"
 
 
 def _mib(size_bytes: int | None) -> str:

@@ -7,6 +7,7 @@ and no figure has a goal, because there is nothing to be asynchronous.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +28,8 @@ LAPS = 10
 RATIO_MAX = 1.25
 """An arena copy on a GPU may cost this much of the same copy from or to pinned memory."""
 WEIGHTS_RATIO_MAX = 1.6
-"""The same for weights: hundreds of tensors instead of one."""
+"""The same for weights, a hundred tensors instead of one, where the bytes are what takes time."""
+WEIGHTS_BYTES_MIN = 256 << 20
 _SETTLE_S_MAX = 5.0
 
 
@@ -93,6 +95,7 @@ def weights(source: str, target: str, size: Size) -> Iterator[Row]:
     other, tokenizer = model_on(target, size)
     n_bytes = sum(value.nbytes for value in model.parameters())
     work = f"weights {source} → {target}, {n_bytes >> 20} MiB"
+    bound = WEIGHTS_RATIO_MAX if n_bytes >= WEIGHTS_BYTES_MIN else math.inf
     with arena(2 * n_bytes + (64 << 20)) as store:
         session = "weights"
 
@@ -108,15 +111,13 @@ def weights(source: str, target: str, size: Size) -> Iterator[Row]:
             work,
             "publish",
             against=("pinned copy", down),
-            goals=_on_gpu(source, WEIGHTS_RATIO_MAX),
+            goals=_on_gpu(source, bound),
         )
         version = renew()
         up = collect(_raw(target, n_bytes, down=False), LAPS)
         taken = collect(_lap(lambda: load_into(other, store, version), target), LAPS)
         yield up.row(work, f"pinned copy to {target}")
-        yield taken.row(
-            work, "take", against=("pinned copy", up), goals=_on_gpu(target, WEIGHTS_RATIO_MAX)
-        )
+        yield taken.row(work, "take", against=("pinned copy", up), goals=_on_gpu(target, bound))
         if source != "cpu" and target != "cpu":
             direct = collect(_lap(lambda: _copy_parameters(model, other), target), LAPS)
             yield direct.row(work, "device to device, no arena", against=("pinned copy", up))
@@ -235,4 +236,5 @@ def _lap(work: Callable[[], object], device: str) -> Lap:
 
 
 def _on_gpu(device: str, ratio_max: float) -> tuple[Goal, ...]:
-    return () if device == "cpu" else (at_most(ratio_max, "ratio"),)
+    wanted = device != "cpu" and math.isfinite(ratio_max)
+    return (at_most(ratio_max, "ratio"),) if wanted else ()

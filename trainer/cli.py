@@ -43,12 +43,17 @@ def _guarded(command: Callable[[], int]) -> int:
     from trainer.errors import ConfigError, TrainerError
 
     try:
-        return command()
+        status = command()
+        sys.stdout.flush()
+        return status
     except ConfigError as error:
         print(f"shmrl: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return EXIT_OK
     except TrainerError as error:
         print(f"shmrl: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -83,7 +88,15 @@ def _parser() -> argparse.ArgumentParser:
     resume.set_defaults(command=_resume)
 
     for sub in (train, resume):
-        sub.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="overrides")
+        sub.add_argument(
+            "--set",
+            action="extend",
+            nargs="+",
+            default=[],
+            metavar="a.b=c",
+            dest="overrides",
+            help="change fields of the configuration (docs/config.md); may be repeated",
+        )
         sub.add_argument("--json", action="store_true", help="end with one line of JSON on stdout")
         sub.add_argument("--quiet", action="store_true", help="no table, no progress")
 
@@ -164,14 +177,23 @@ def _eval(options: argparse.Namespace) -> int:
     from trainer.eval_run import evaluate_run
     from trainer.run_folder import RunFolder
 
+    folder = RunFolder.open(options.run)
     result = evaluate_run(
-        RunFolder.open(options.run),
+        folder,
         step=options.step,
         prompts=options.prompts,
         temperature=options.temperature,
         gpus=_gpus(),
+        say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     print(json.dumps(result) if options.json else _lines(result))
+    if result["reward"] is None:
+        print(
+            f"shmrl: {result['failed']} of {result['rollouts']} rollouts failed; why is in "
+            f"{folder.logs / 'eval'}",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
     return EXIT_OK
 
 
@@ -188,7 +210,8 @@ def _gpus() -> list[str] | None:
 
 
 def _lines(result: dict[str, object]) -> str:
-    return "\n".join(f"{name:<24} {value}" for name, value in result.items())
+    shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in result.items()}
+    return "\n".join(f"{name:<24} {value}" for name, value in shown.items())
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -36,7 +36,9 @@ class Display(Protocol):
         """The metrics of one train step."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """No more steps; notes are still told, below. May be called again."""
+        ...
 
 
 def make_display(*, table_rows: int, quiet: bool = False, stream: TextIO | None = None) -> Display:
@@ -65,6 +67,7 @@ class PlainDisplay:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._last: dict[str, float] = {}
+        self._untold: Mapping[str, float] | None = None
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -75,7 +78,15 @@ class PlainDisplay:
         print(f"{name}: {done:g}/{total:g} {detail}".rstrip(), file=self._stream, flush=True)
 
     def step(self, values: Mapping[str, float]) -> None:
-        if not self._due("step"):
+        self._untold = values
+        if self._due("step"):
+            self._tell_untold()
+
+    def _tell_untold(self) -> None:
+        """The line of the newest step, if it came too soon after another; the last is always
+        told."""
+        values, self._untold = self._untold, None
+        if values is None:
             return
         parts = [f"step {int(values.get('train_step', 0))}"]
         parts += [
@@ -83,9 +94,12 @@ class PlainDisplay:
             for key, title, digits in _COLUMNS
             if key in values
         ]
+        if owners := _owners_text(values):
+            parts.append(f"sessions by owner: {owners}")
         print("  ".join(parts), file=self._stream, flush=True)
 
     def close(self) -> None:
+        self._tell_untold()
         self._stream.flush()
 
     def _due(self, what: str) -> bool:
@@ -118,6 +132,11 @@ def _cell(values: Mapping[str, float], key: str, digits: int) -> str:
     if key not in values:
         return "·"
     return f"{values[key] * _SCALES.get(key, 1.0):,.{digits}f}"
+
+
+def _owners_text(values: Mapping[str, float]) -> str:
+    owners = sorted(key for key in values if key.startswith("owner/"))
+    return ", ".join(f"{k.removeprefix('owner/')} {values[k]:g}" for k in owners)
 
 
 class LiveDisplay:
@@ -165,8 +184,9 @@ class LiveDisplay:
         self._live.update(self._render())
 
     def close(self) -> None:
-        self._live.update(self._render(), refresh=True)
-        self._live.stop()
+        if self._live.is_started:
+            self._live.update(self._render(), refresh=True)
+            self._live.stop()
 
     def _render(self) -> RenderableType:
         from rich.console import Group
@@ -191,7 +211,5 @@ class LiveDisplay:
     def _owners(self) -> RenderableType:
         from rich.text import Text
 
-        last = self._rows[-1]
-        owners = sorted(k for k in last if k.startswith("owner/"))
-        shown = "  ".join(f"{k.removeprefix('owner/')} {last[k]:g}" for k in owners) or "none"
+        shown = _owners_text(self._rows[-1]) or "none"
         return Text(f"sessions in the arena by owner: {shown}", style="dim")

@@ -218,7 +218,12 @@ class Driver:
             prompts, config.rollouts_per_prompt, config.temperature, config.timeout_s
         )
         reward = found.get("reward")
+        if reward is not None and not math.isfinite(reward):  # nothing was scored
+            reward = None
+        failed = int(found.get("failed", 0.0))
         detail = "" if reward is None else f"held-out reward {reward:.3f}"
+        if failed:
+            detail += f" ({failed} of {int(found['rollouts'])} rollouts failed)"
         self._display.phase("evaluate", len(prompts), len(prompts), detail)
         self._use = await self._parts.producer.use()  # its work is no part of a step
         self._moved("an evaluation ended")

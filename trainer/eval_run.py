@@ -1,15 +1,16 @@
 """`shmrl eval RUN`: the rewards of a checkpoint on held-out prompts, without training.
 
 Owns a small run of its own: an arena, the learner's process (which reads the checkpoint and
-publishes its weights), the engine. Promises not to touch the run's files, and to leave nothing in
-the arena.
+publishes its weights), the engine. Promises to add a line to the run's `evals.jsonl`, to touch
+nothing else of it, and to leave nothing in the arena.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ from trainer.wiring import open_parts
 __all__ = ["evaluate_run"]
 
 
+def _silent(_: str) -> None:
+    return None
+
+
 def evaluate_run(
     folder: RunFolder,
     *,
@@ -32,12 +37,19 @@ def evaluate_run(
     prompts: int | None,
     temperature: float | None,
     gpus: Sequence[str] | None = None,
+    say: Callable[[str], None] = _silent,
 ) -> dict[str, Any]:
     """Evaluates the newest checkpoint, or that of `step`. Raises BadRunFolder when it is absent.
 
-    gpus: what CUDA calls the devices that may be used; None: those of the machine.
+    gpus: what CUDA calls the devices that may be used; None: those of the machine. `say` is told
+    how far it is. → what `evals.jsonl` keeps; `reward` is None when every rollout failed.
     """
-    return actors.run(_evaluate(folder, step, prompts, temperature, gpus))
+    result = actors.run(_evaluate(folder, step, prompts, temperature, gpus, say))
+    try:
+        folder.add_eval(result)
+    except OSError as error:
+        say(f"{folder.evals_file} could not be written: {error}")
+    return result
 
 
 async def _evaluate(
@@ -46,6 +58,7 @@ async def _evaluate(
     prompts: int | None,
     temperature: float | None,
     gpus: Sequence[str] | None,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     config = folder.config()
     chosen, checkpoint = _checkpoint(folder, step)
@@ -56,16 +69,17 @@ async def _evaluate(
     sources = [build_source(t, seed=config.run.seed, held_out=True) for t in config.tasks]
     wanted = held_out_prompts(sources, count)
     with open_arena(config, name, summary) as store:
-        async with open_parts(config, name, store, logs, _silent, gpus) as parts:
+        async with open_parts(config, name, store, logs, say, gpus) as parts:
+            say(f"building the model of step {chosen} twice, for learner and engine")
             ready, _ = await asyncio.gather(
                 parts.learner.start(str(checkpoint / "learner")), parts.producer.prepare()
             )
             weights = await parts.learner.publish(ready.train_step)
             await parts.producer.begin(weights, None, None)
             heat = config.eval.temperature if temperature is None else temperature
-            found = await parts.producer.evaluate(
-                wanted, config.eval.rollouts_per_prompt, heat, config.eval.timeout_s
-            )
+            each = config.eval.rollouts_per_prompt
+            say(f"evaluating {len(wanted)} held-out prompts, {each} rollout(s) each")
+            found = await parts.producer.evaluate(wanted, each, heat, config.eval.timeout_s)
             await parts.producer.end()
             store.sessions.release_owned("weights")
     return {
@@ -73,8 +87,14 @@ async def _evaluate(
         "step": chosen,
         "prompts": len(wanted),
         "temperature": heat,
-        **found,
+        **{name: _plain(name, value) for name, value in found.items()},
     }
+
+
+def _plain(name: str, value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    return int(value) if name in ("rollouts", "failed") else round(value, 6)
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> tuple[int, Path]:
@@ -88,7 +108,3 @@ def _checkpoint(folder: RunFolder, step: int | None) -> tuple[int, Path]:
     if latest is None:
         raise BadRunFolder(f"{folder.path} has no checkpoint yet; train it first")
     return latest
-
-
-def _silent(_: str) -> None:
-    return None

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +33,7 @@ from trainer.expiry import Expiry, ExpiryAction
 from trainer.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
 from trainer.learner_link import StateLost
 from trainer.learner_state import STATE_OWNER
+from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, tensorboard_missing
 from trainer.plot import plot_rewards
 from trainer.prompts import PromptSampler, TaskMix
@@ -134,6 +134,7 @@ class _Run:
         self.stop = stop
         self.summary = Summary(folder.name)
         self.checkpoint = self._latest() if resume else None
+        self._first_step = self.checkpoint.train_step + 1 if self.checkpoint else 1
         self._gone_back = 0
         self._restarts_before: dict[str, int] = {}
 
@@ -146,7 +147,7 @@ class _Run:
 
     async def to_the_end(self) -> Summary:
         """Trains, and turns every end into a summary; only cancellation of the task goes on up."""
-        summary, began = self.summary, time.perf_counter()
+        summary = self.summary
         try:
             while not await self._once():
                 self._go_back()
@@ -159,7 +160,6 @@ class _Run:
             if not isinstance(first, _EXPECTED):
                 raise
             summary.error = f"{type(first).__name__}: {first}"
-        summary.wall_s = time.perf_counter() - began
         summary.settle()
         summary.exit = _exit_status(summary)
         self._leave_pictures()
@@ -322,7 +322,8 @@ class _Run:
             self.display.note(f"no reward.png: {error}")
         except OSError as error:
             self.display.note(f"summary and plot could not be written: {error}")
-        for line in _last_words(self.summary, self.folder):
+        self.display.close()  # the last words come below the last table
+        for line in _last_words(self.summary, self.folder, self._first_step):
             self.display.note(line)
 
 
@@ -437,17 +438,32 @@ def _exit_status(summary: Summary) -> int:
     return EXIT_FAILED if summary.error else EXIT_OK
 
 
-def _last_words(summary: Summary, folder: RunFolder) -> Sequence[str]:
-    ledger = {k: v for k, v in summary.ledger.items() if isinstance(v, int)}
-    lines = ["ledger: " + ", ".join(f"{name} {count}" for name, count in ledger.items())]
+def _last_words(summary: Summary, folder: RunFolder, first_step: int) -> Sequence[str]:
+    lines = []
+    for name, series, first, last in (
+        ("reward of all rollouts", summary.rewards, summary.reward_first, summary.reward_last),
+        ("reward on held-out prompts", summary.evals, summary.eval_first, summary.eval_last),
+    ):
+        if len(series) > 1:
+            lines.append(f"{name}: {first:.3f} -> {last:.3f}")
+        elif series:
+            lines.append(f"{name}: {series[0]:.3f}, measured once")
+    steps = f"{summary.steps} steps in {summary.wall_s:.1f} s"
+    if 1 < first_step <= summary.steps:
+        steps += f", of which steps {first_step}-{summary.steps} since it was resumed"
+    lines.append(f"{steps}; everything is in {folder.path}")
     arena = summary.arena
     left = f": left by {summary.left_by_owner}" if not arena.empty else ""
     lines.append(f"arena: {arena.sessions} sessions, {arena.objects} objects{left}")
-    for name, first, last in (
-        ("reward of all rollouts", summary.reward_first, summary.reward_last),
-        ("reward on held-out prompts", summary.eval_first, summary.eval_last),
-    ):
-        if first is not None and last is not None:
-            lines.append(f"{name}: {first:.3f} -> {last:.3f}")
-    lines.append(f"{summary.steps} steps in {summary.wall_s:.1f} s; everything is in {folder.path}")
-    return lines
+    return [*lines, _books(summary.ledger)] if summary.ledger else lines
+
+
+def _books(ledger: Mapping[str, Any]) -> str:
+    """`books balance: produced 96 = trained 64 + ...`, in rollouts; only what there is."""
+    ends = {end: ledger[end] for end in (*ENDS, "buffered") if ledger[end]}
+    total = sum(ends.values())
+    shown = " + ".join(f"{end} {count}" for end, count in ends.items()) or "0"
+    if ledger["produced"] != total:
+        return f"books do NOT balance: produced {ledger['produced']}, but {shown}"
+    why = " (filtered: groups of equal rewards, which teach nothing)" if "filtered" in ends else ""
+    return f"books balance: produced {total} = {shown} rollouts{why}"

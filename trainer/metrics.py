@@ -29,7 +29,9 @@ class Metric:
 
 
 CATALOG: Mapping[str, Metric] = {
-    "train_step": Metric("step", "The train step, from 1."),
+    "train_step": Metric(
+        "step", "The train step, from 1; a line of step 0 has the evaluation before the first."
+    ),
     "time_s": Metric("s", "Seconds since the run (or its resumption) began."),
     "nonfinite": Metric("count", "Values of this step that were NaN or infinite and left out."),
     "reward": Metric(
@@ -47,7 +49,10 @@ CATALOG: Mapping[str, Metric] = {
     ),
     "grad_norm": Metric("", "Norm of the gradient before clipping."),
     "learner/*": Metric(
-        "", "Everything else that the learner reports; docs/losses.md explains it."
+        "",
+        "Everything else that the learner reports; docs/losses.md explains it. `learner/read_s`: "
+        "reading the traces; `learner/keep_s`: copying its state for a successor; "
+        "`learner/train_step`: its own count.",
     ),
     "staleness_mean": Metric(
         "step", "Mean staleness of the batch's rollouts, by their oldest token."
@@ -88,7 +93,14 @@ CATALOG: Mapping[str, Metric] = {
     "arena_sessions": Metric("count", "Sessions in the arena."),
     "arena_objects": Metric("count", "Objects in the arena."),
     "owner/*": Metric("count", "Sessions of each owner (`owner/NAME`)."),
-    "window/*": Metric("", "What taking the batch reported (lifecycle L29), in total."),
+    "window/*": Metric(
+        "",
+        "What taking the batch reported (lifecycle L29), in total, since the batch before: "
+        "`produced_samples`, `produced_tokens`, `failed_samples`, `filtered_samples` (groups of "
+        "equal rewards), `expired_samples`, `cancelled_samples` in rollouts or tokens; "
+        "`raw_reward_mean`; `group_time_mean_s`, `_p50_s`, `_p99_s` to generate a group; `pause_s` "
+        "and `production_s` of the producer; `leftover_STATUS`: groups left in the buffer.",
+    ),
     "task/*": Metric("", "The same per task: `task/NAME/COUNT`; `task/NAME/reward` in the batch."),
     "ledger/*": Metric("rollout", "The books after the step (lifecycle L26)."),
     "restarts": Metric("count", "Processes of the run restarted so far."),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any
 from trainer.conversation import Conversation, Gate, SharedPrompt
 from trainer.engine.protocol import Engine, SamplingParams, Tokenizer
 from trainer.environment import Environment, Judge, RolloutAborted
-from trainer.errors import ConfigError, JudgeError
+from trainer.errors import ConfigError, JudgeError, TrainerError
 from trainer.rollout import Group, Rollout, Status
 from trainer.trace import TraceStore
 from trainer.work import Work
@@ -28,6 +29,8 @@ __all__ = ["PendingGroup", "ProducerConfig", "ProducerParts", "session_id"]
 
 #: Ids of sessions have at most this many bytes of UTF-8.
 SESSION_ID_BYTES_MAX = 63
+#: The innermost frames of a traceback that an `error_msg` keeps.
+_FRAMES_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,4 +273,8 @@ def session_id(run_name: str, group_uid: str, k: int, attempt: int) -> str:
 
 
 def _text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    """The error; below it its traceback, unless it is ours and its text says it all."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, TrainerError):
+        return text
+    return f"{text}\n{''.join(traceback.format_tb(error.__traceback__, -_FRAMES_MAX))}".rstrip()

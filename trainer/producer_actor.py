@@ -11,6 +11,7 @@ Spawned by `trainer.wiring`; `start` is called by the driver, again after each r
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from trainer.engine.torch_engine import TorchEngine
 
 __all__ = ["ProducerActor", "ProducerSetup"]
+
+_log = logging.getLogger("trainer")
 
 _SESSION_PREFIX = "r"
 """Not the run's name: engines draw their seeds from session ids, and two runs of one configuration
@@ -248,6 +251,8 @@ class ProducerActor:
         config = self._producer_config(rollouts_each, params)
         evaluator = Evaluator(self._ready, config, prompts, owner=_EVAL_OWNER)
         report = await evaluator.run()
+        for error in report.errors:
+            _log.warning("a rollout of the evaluation failed: %s", error)
         return {
             "reward": report.reward_mean,
             "rollouts": float(report.rollouts),

@@ -1,9 +1,10 @@
 """The folder that a run leaves behind, and the names in it.
 
     runs/NAME/
-      config.yaml            complete and resolved; training it again repeats the run
+      config.yaml            complete, resolved, paths absolute; training it again repeats the run
       metrics.jsonl          one JSON object a train step; docs/metrics.md explains the names
       summary.json           the line that `--json` prints
+      evals.jsonl            what `shmrl eval` found, one JSON object a call
       tensorboard/           event files
       checkpoints/step-N/    what resume needs; `checkpoints/latest` names the newest whole one
       hf/step-N/             for transformers' from_pretrained
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Config, load, resolved
+from trainer.config_paths import with_absolute_paths
 from trainer.errors import ConfigError
 
 __all__ = ["BadRunFolder", "RunFolder", "default_run_name", "write_atomically"]
@@ -93,6 +95,10 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def evals_file(self) -> Path:
+        return self.path / "evals.jsonl"
+
+    @property
     def plot_file(self) -> Path:
         return self.path / "reward.png"
 
@@ -122,17 +128,21 @@ class RunFolder:
         return self._config
 
     def write_config(self, config: Config) -> None:
-        """Writes the resolved configuration, which is the run's from now on."""
+        """Writes the resolved configuration, which is the run's from now on, paths absolute."""
         import yaml
 
-        self._config = config
-
+        self._config = config = with_absolute_paths(config)
         text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True, width=100)
         write_atomically(self.config_file, text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes the final result."""
         write_atomically(self.summary_file, json.dumps(summary, indent=1) + "\n")
+
+    def add_eval(self, result: Mapping[str, Any]) -> None:
+        """Keeps what one evaluation of a checkpoint found."""
+        with self.evals_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
 
     # ------------------------------------------------------------------------------- checkpoints
 

@@ -7,6 +7,7 @@ driver as it goes; read by people, `bench train` and tests.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -42,12 +43,15 @@ class ArenaLeft:
         return not (self.sessions or self.objects)
 
 
-_TOTALS = ("steps", "rewards", "evals", "tokens_generated", "tokens_trained")
+_TOTALS = ("steps", "rewards", "evals", "tokens_generated", "tokens_trained", "wall_s")
 
 
 @dataclass
 class Summary:
-    """Rewards are means: of the first and last tenth of the steps, and of held-out prompts."""
+    """Rewards are means: of the first and last tenth of the steps, and of held-out prompts.
+
+    Steps, tokens and `wall_s` count the whole run, with what came before it was resumed.
+    """
 
     run: str
     steps: int = 0
@@ -69,6 +73,8 @@ class Summary:
     exit: int = EXIT_OK
     rewards: list[float] = field(default_factory=list, repr=False)
     evals: list[float] = field(default_factory=list, repr=False)
+    began: float = field(default_factory=time.perf_counter, repr=False)
+    """When `wall_s` was last right, on the clock of this process."""
 
     def add_step(self, reward: float, tokens_generated: float, tokens_trained: float) -> None:
         """Books one more trained step."""
@@ -80,6 +86,7 @@ class Summary:
 
     def settle(self) -> None:
         """Computes first and last from the series: a tenth of the steps at each end."""
+        self._count_time()
         if self.rewards:
             tenth = max(1, len(self.rewards) // 10)
             self.reward_first = sum(self.rewards[:tenth]) / tenth
@@ -89,7 +96,12 @@ class Summary:
 
     def totals(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that a resumed run adds up like an uninterrupted one."""
+        self._count_time()
         return {name: getattr(self, name) for name in _TOTALS}
+
+    def _count_time(self) -> None:
+        now = time.perf_counter()
+        self.wall_s, self.began = self.wall_s + now - self.began, now
 
     def begin_again(self) -> None:
         """Forgets what was trained; `restore` says what of it is in a checkpoint."""
@@ -97,15 +109,16 @@ class Summary:
 
     def restore(self, totals: Mapping[str, Any]) -> None:
         """Goes on from the totals of a checkpoint."""
+        self.began = time.perf_counter()
         for name in _TOTALS:
             value = totals[name]
             setattr(self, name, list(value) if isinstance(value, list) else value)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without the series."""
+        """Plain values, without what is only needed on the way."""
         record = asdict(self)
-        for series in ("rewards", "evals"):
-            del record[series]
+        for inner in ("rewards", "evals", "began"):
+            del record[inner]
         return {key: _rounded(value) for key, value in record.items()}
 
 

@@ -12,7 +12,8 @@ import ast
 import difflib
 import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from trainer.config import Config, TaskConfig
@@ -98,7 +99,7 @@ def _prompts(config: Config, task: TaskConfig) -> _Found:
         yield (
             "source.chat",
             f"gives messages, but the tokenizer in {folder!r} has no chat template: give prompts "
-            "as text, without source.system",
+            "as text, with source.chat: false and source.system: null",
         )
 
 
@@ -121,7 +122,10 @@ def _targets(task: TaskConfig) -> _Found:
         if needed and not target:
             yield field, "is required: module:name or file.py:name"
         elif target:
-            yield from ((field, problem) for problem in _importable(target))
+            problems = [*_importable(target)]
+            if not problems and field == "environment.target":
+                problems = [*_environment(target, task.environment.params)]
+            yield from ((field, problem) for problem in problems)
     if task.environment.kind == "tools" and not task.environment.tools:
         yield "environment.tools", "is empty: list the functions, or use single_turn"
 
@@ -130,20 +134,61 @@ def _importable(target: str) -> Iterator[str]:
     module, colon, name = target.partition(":")
     if not colon or not module or not name:
         yield f"{target!r} must look like module:name or file.py:name"
-    elif module.endswith(".py"):
-        if not Path(module).is_file():
-            yield f"{module!r} is no file (from {Path.cwd()})"
-        else:
-            yield from _named_in(Path(module), name)
+    elif module.endswith(".py") and not Path(module).is_file():
+        yield f"{module!r} is no file (from {Path.cwd()})"
+    elif not module.endswith(".py") and _spec(module) is None:
+        yield f"module {module!r} cannot be found"
     else:
-        try:
-            spec = importlib.util.find_spec(module)
-        except (ImportError, ValueError):
-            spec = None
-        if spec is None:
-            yield f"module {module!r} cannot be found"
-        elif spec.origin is not None and spec.origin.endswith(".py"):
-            yield from _named_in(Path(spec.origin), name)
+        file = _file_of(module)
+        if file is not None:
+            yield from _named_in(file, name)
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+
+
+def _file_of(module: str) -> Path | None:
+    """The Python source of a module or file name; None when it has none."""
+    if module.endswith(".py"):
+        return Path(module)
+    spec = _spec(module)
+    origin = None if spec is None else spec.origin
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _environment(target: str, params: Mapping[str, object]) -> Iterator[str]:
+    """What of a user's class does not fit, as far as it is written in the class itself."""
+    module, _, name = target.partition(":")
+    file = _file_of(module)
+    body = [] if file is None else ast.parse(file.read_bytes()).body
+    made = next((n for n in body if isinstance(n, ast.ClassDef) and n.name == name), None)
+    if made is None or made.bases or made.keywords or made.decorator_list:
+        return  # it may have what it needs from elsewhere
+    defined = [n for n in made.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if len(defined) < sum(not isinstance(n, ast.Expr | ast.Pass) for n in made.body):
+        return  # names that are assigned may be methods too
+    methods = {method.name: method for method in defined}
+    if not isinstance(methods.get("run"), ast.AsyncFunctionDef):
+        yield f"{name} has no `async def run(self, session, prompt)`"
+    if "__init__" not in methods:
+        taken, needed, anything = set[str](), set[str](), False
+    else:
+        arguments = methods["__init__"].args
+        plain = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
+        needed = set(plain[: len(plain) - len(arguments.defaults)])
+        for keyword, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+            needed |= {keyword.arg} if default is None else set()
+        taken = {*plain, *(a.arg for a in arguments.kwonlyargs)}
+        anything = arguments.kwarg is not None
+    missing, unknown = sorted(needed - params.keys()), sorted(params.keys() - taken)
+    if missing:
+        yield f"{name}.__init__ needs `{', '.join(missing)}` in environment.params"
+    if unknown and not anything:
+        yield f"{name}.__init__ takes no `{', '.join(unknown)}` (environment.params)"
 
 
 def _named_in(file: Path, name: str) -> Iterator[str]:
@@ -173,10 +218,12 @@ def _named_in(file: Path, name: str) -> Iterator[str]:
 
 def _missing_imports(body: Sequence[ast.stmt]) -> set[str]:
     """Packages that a file imports first thing, outside any condition, and that are not there."""
+    if any("sys.path" in ast.unparse(node) for node in body):
+        return set()  # it looks elsewhere as well
     packages: set[str] = set()
     for node in body:
         if isinstance(node, ast.Import):
             packages.update(a.name.partition(".")[0] for a in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             packages.add(node.module.partition(".")[0])
-    return {p for p in packages if importlib.util.find_spec(p) is None}
+    return {p for p in packages if _spec(p) is None}

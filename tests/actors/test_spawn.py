@@ -13,6 +13,11 @@ import psutil
 import pytest
 
 import actors
+from actors import placement
+
+
+class Bare:
+    pass
 
 
 class Probe:
@@ -109,6 +114,19 @@ async def test_env_cwd_and_arguments_arrive(tmp_path: Path) -> None:
         assert await probe.cwd() == str(tmp_path)
         other = await rt.spawn(Probe)
         assert await other.environment("PROBE") is None
+
+
+async def test_words_of_ray_are_told_what_they_are_here() -> None:
+    async with actors.Runtime(gpus=0) as rt:
+        probe = await rt.spawn(Probe)
+        with pytest.raises(actors.NoSuchMethod, match="call it directly"):
+            probe.pid.remote()
+        with pytest.raises(actors.NoSuchMethod, match=r"there is: pid, .*die_always"):
+            _ = probe.pidd
+        with pytest.raises(actors.UsageError, match="here it is `gpus=`"):
+            await rt.spawn(Bare, num_gpus=1)
+        with pytest.raises(actors.PlacementError, match="asks for 1 GPU; there is none that"):
+            await rt.spawn(Probe, gpus=1)
 
 
 async def test_gpus_are_disjoint_and_come_back_when_an_actor_ends() -> None:
@@ -237,3 +255,16 @@ def test_using_a_runtime_outside_its_block_is_refused() -> None:
         actors.Runtime(in_flight_max=0)
     with pytest.raises(actors.NotInActor):
         actors.current()
+
+
+def test_devices_are_found_by_their_files_where_the_driver_lists_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "Path", lambda name: tmp_path / name.lstrip("/"))
+    (tmp_path / "dev").mkdir()
+    assert placement.detect_gpus() == ()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert placement.detect_gpus() == ("0", "1")
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    assert placement.detect_gpus() == ("0",)

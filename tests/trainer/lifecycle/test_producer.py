@@ -197,6 +197,8 @@ def test_L13_an_error_fails_one_rollout_and_never_the_producer(
             errors = made.producer.report().errors
             assert errors
             assert all(text.startswith(said) for text in errors)
+            if said.startswith(("TimeoutError", "ZeroDivisionError")):  # the user's own code
+                assert all(f'File "{__file__}", line' in text for text in errors), errors
             assert made.dispatcher.report()["failed"] > 0
 
     run_virtual(main())

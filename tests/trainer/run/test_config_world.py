@@ -224,6 +224,27 @@ def test_a_users_file_that_imports_what_is_not_installed_is_told_without_running
     assert "imports 'no_such_package', which is not installed" in found["tasks[0].judge.target"]
 
 
+RUN = "    async def run(self, s, p): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "params", "words"),
+    [
+        ("class E:\n    def run(self, s, p): ...\n", "{}", "no `async def run"),
+        (f"class E:\n    def __init__(self, n): ...\n{RUN}", "{m: 1}", "needs `n` in environment"),
+        (f"class E:\n    def __init__(self, n=1): ...\n{RUN}", "{m: 1}", "takes no `m`"),
+    ],
+)
+def test_a_users_environment_that_does_not_fit(
+    tmp_path: Path, source: str, params: str, words: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    section = f"environment: {{kind: class, target: '{file}:E', params: {params}}}"
+    found = mistakes(tmp_path, GOOD + f"    {section}\n")
+    assert words in found["tasks[0].environment.target"]
+
+
 @pytest.mark.parametrize("name", ["quickstart", "smollm2", "smollm2_moe"])
 def test_the_examples_have_no_mistake(name: str) -> None:
     assert load(runs.ROOT / f"examples/{name}.yaml").tasks

@@ -94,6 +94,7 @@ def test_the_checkpoint_can_be_evaluated(
     assert main(["eval", str(run.folder), "--prompts", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["prompts"], found["rollouts"]) == (STEPS, 4, 4)
+    assert json.loads((run.folder / "evals.jsonl").read_text().splitlines()[-1]) == found
     assert main(["eval", str(run.folder), "--step", "3"]) == 2
     assert "there are: step-4" in capsys.readouterr().err
 

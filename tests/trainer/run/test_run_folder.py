@@ -13,9 +13,12 @@ import pytest
 from actors.rundir import check_name
 from trainer.config import load
 from trainer.display import PlainDisplay
+from trainer.fit import _last_words
+from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, describe, read_metrics
 from trainer.plot import plot_rewards, smoothed
 from trainer.run_folder import BadRunFolder, RunFolder, default_run_name, write_atomically
+from trainer.summary import Summary
 
 CONFIG = """\
 model: {config: {architecture: Qwen3MoeForCausalLM}, tokenizer: char}
@@ -150,6 +153,80 @@ def test_plain_lines_say_step_and_reward() -> None:
     display.step({"train_step": 8, "reward": 0.5})  # within the same second: left out
     display.note("engine restarted")
     assert stream.getvalue() == "step 7  reward 0.250  arena MiB 3.0\nengine restarted\n"
+
+
+def test_plain_lines_say_who_owns_what_and_leave_out_no_last_step() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    display.step({"train_step": 7, "owner/replay": 32.0, "owner/learner": 16.0})
+    display.step({"train_step": 8, "owner/weights": 1.0})
+    display.close()
+    display.close()
+    assert stream.getvalue().splitlines() == [
+        "step 7  sessions by owner: learner 16, replay 32",
+        "step 8  sessions by owner: weights 1",
+    ]
+
+
+def last_words(first_step: int = 1, **known: object) -> list[str]:
+    summary = Summary("r")
+    for name, value in known.items():
+        setattr(summary, name, value)
+    summary.settle()
+    summary.wall_s = 3.0
+    return list(_last_words(summary, RunFolder(Path("runs/r")), first_step))
+
+
+def test_the_last_words_compare_only_what_was_measured_twice_and_end_with_the_books() -> None:
+    ledger = {**dict.fromkeys((*ENDS, "buffered"), 0), "produced": 12, "trained": 8, "filtered": 4}
+    words = last_words(steps=2, rewards=[0.1, 0.3], evals=[0.165], ledger=ledger)
+    assert words[:2] == [
+        "reward of all rollouts: 0.100 -> 0.300",
+        "reward on held-out prompts: 0.165, measured once",
+    ]
+    assert words[-1].startswith("books balance: produced 12 = trained 8 + filtered 4 rollouts (")
+    assert last_words()[0].startswith("0 steps in 3.0 s")
+    words = last_words(ledger={**ledger, "trained": 7})
+    assert words[-1].startswith("books do NOT balance: produced 12, but trained 7")
+
+
+def test_the_last_words_of_a_resumed_run_say_which_steps_are_new() -> None:
+    assert "40 steps in 3.0 s, of which steps 12-40 since" in last_words(12, steps=40)[0]
+
+
+def test_the_time_of_a_resumed_run_goes_on_from_its_checkpoint() -> None:
+    first = Summary("r")
+    first.began -= 100.0
+    again = Summary("r")
+    again.restore(first.totals())
+    again.settle()
+    assert 100.0 <= again.to_json()["wall_s"] < 200.0
+
+
+def test_the_config_of_a_run_is_read_the_same_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 2)
+    (tmp_path / "mine.py").write_text("def score(prompt, text):\n    return 1.0\n")
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        CONFIG.splitlines()[0]
+        + """
+eval: {prompts: 0}
+tasks:
+- name: t
+  source: {kind: jsonl, path: p.jsonl, holdout: 0}
+  environment: {kind: tools, tools: ["mine.py:score", "json:dumps"]}
+  judge: {kind: callable, target: "mine.py:score"}
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    made = RunFolder.create(load(file), "r")
+    monkeypatch.chdir("/")
+    again = RunFolder.open(tmp_path / "runs" / "r").config()
+    assert again == made.config()
+    assert again.tasks[0].environment.tools == (f"{tmp_path}/mine.py:score", "json:dumps")
+    assert again.run.folder == str(tmp_path / "runs")
 
 
 def test_families_of_metrics_are_described_and_unknown_names_are_not() -> None:

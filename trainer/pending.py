@@ -201,10 +201,10 @@ class PendingGroup:
         except TimeoutError as error:
             if limit is not None and limit.expired():
                 return Status.ABORTED, None
-            return Status.FAILED, _text_of(error)
+            return Status.FAILED, _text_with_place(error)
         # User code and engines may raise anything: it fails this rollout and no other (L13).
         except Exception as error:
-            return Status.FAILED, _text_of(error)
+            return Status.FAILED, _text_with_place(error)
         finally:
             if timer is not None:
                 timer.cancel()
@@ -273,8 +273,12 @@ def session_id(run_name: str, group_uid: str, k: int, attempt: int) -> str:
 
 
 def _text_of(error: BaseException) -> str:
-    """The error; below it its traceback, unless it is ours and its text says it all."""
-    text = f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _text_with_place(error: Exception) -> str:
+    """An error of the user's environment with its traceback; one of ours says it all."""
     if isinstance(error, TrainerError):
-        return text
-    return f"{text}\n{''.join(traceback.format_tb(error.__traceback__, -_FRAMES_MAX))}".rstrip()
+        return _text_of(error)
+    frames = traceback.format_tb(error.__traceback__, -_FRAMES_MAX)
+    return f"{_text_of(error)}\n{''.join(frames)}".rstrip()

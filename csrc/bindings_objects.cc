@@ -244,7 +244,7 @@ Draft gather(const Target& target, nb::handle head, nb::handle parts, std::size_
   }
   const SourceBuffer header(head);
   ValueHeader first;
-  if (!read_header(static_cast<const std::byte*>(header.data()), header.size(), first))
+  if (!read_head(static_cast<const std::byte*>(header.data()), header.size(), first))
     raise("BadValue", "the head is no value header; see shmstore.headers");
   Draft draft = reserve(target, header.size() + payload_bytes);
   std::byte* at = draft.data();

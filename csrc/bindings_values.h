@@ -38,13 +38,17 @@ struct ValueHeader {
 };
 static_assert(sizeof(ValueHeader) == 64);
 
-// Whether the object's bytes begin with a header whose payload lies inside the object.
-inline bool read_header(const std::byte* data, std::uint64_t size, ValueHeader& out) noexcept {
+// Whether these bytes begin with the whole header of a value; its payload may lie elsewhere.
+inline bool read_head(const std::byte* data, std::uint64_t size, ValueHeader& out) noexcept {
   if (size < sizeof(ValueHeader)) return false;
   std::memcpy(&out, data, sizeof(ValueHeader));
   return out.magic == kValueMagic && out.header_bytes >= sizeof(ValueHeader) &&
-         out.header_bytes % 64 == 0 && out.header_bytes <= size &&
-         out.payload_bytes <= size - out.header_bytes;
+         out.header_bytes % 64 == 0 && out.header_bytes <= size;
+}
+
+// Whether the object's bytes begin with a header whose payload lies inside the object.
+inline bool read_header(const std::byte* data, std::uint64_t size, ValueHeader& out) noexcept {
+  return read_head(data, size, out) && out.payload_bytes <= size - out.header_bytes;
 }
 
 }  // namespace shmrl::py

@@ -31,6 +31,7 @@ TEXT_BYTES_MAX = 1 << 20
 FORTRAN = 1
 _FIXED = struct.Struct("<IBBBBIIQ5Q")
 _INLINE_DIMS = 5
+_LENGTH_AT = 16
 
 NUMPY_CODES = (
     "",
@@ -106,6 +107,11 @@ def pack(
     )
     packed = fixed + struct.pack(f"<{len(extra_dims)}Q", *extra_dims) + tail
     return packed.ljust(header_bytes, b"\0")
+
+
+def left_open(head: bytes) -> bytes:
+    """The same header without its length, as `put_parts` takes it and fills it in."""
+    return head[:_LENGTH_AT] + bytes(8) + head[_LENGTH_AT + 8 :]
 
 
 def unpack(view: memoryview) -> Header:

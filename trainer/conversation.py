@@ -10,6 +10,10 @@ the recorded trace, and finished turns are answered from there, without the engi
 where it stopped. An environment that says something else than before leaves the record there, and
 the rest of the old trace is cut away.
 
+An agent that branches (tries again, hands a part to a helper) goes back to an earlier turn with
+`rewind` and goes on from there: each path that ends in tokens of the model is one leaf of the
+rollout, and all are trained.
+
 Belongs to one task of the producer's loop.
 """
 
@@ -27,7 +31,7 @@ from numpy.typing import NDArray
 from shmstore import StoreFull
 from trainer.engine.protocol import Engine, GenerateRequest, Generation, SamplingParams, Tokenizer
 from trainer.environment import RolloutAborted, Turn
-from trainer.errors import EngineError
+from trainer.errors import EngineError, TraceError
 from trainer.rollout import (
     IGNORE_LABEL,
     NO_MODEL_STEP,
@@ -75,6 +79,7 @@ class _Recorded:
     """A segment of the trace that was recorded by an earlier attempt."""
 
     node: int
+    parent: int | None
     token_ids: NDArray[np.int32]
     n_routed: int
     sampled: bool
@@ -119,10 +124,15 @@ class Conversation:
         self._node: int | None = None
         self._tokens: list[int] = []
         self._n_routed = 0
+        self._sampled_text: list[str] = []
+        # All paths of the session.
+        self._parents: dict[int, int | None] = {}
+        self._sampled_nodes: set[int] = set()
+        self._turn_texts: dict[int, str] = {}
+        self._ends: list[int | None] = []
+        self._n_tokens = 0
         self._n_prompt_nodes = 0
         self._n_prompt_tokens = 0
-        self._turns: list[int] = []
-        self._sampled_text: list[str] = []
         self._step_min: int | None = None
         self._step_max: int | None = None
         self._reason: FinishReason | None = None
@@ -176,6 +186,29 @@ class Conversation:
             raise EngineError(generation.error or "the engine reported an error without a text")
         return self._finish_turn(partial, generation.finish_reason)
 
+    def rewind(self, to: Turn | None = None) -> None:
+        """Go back to the end of an earlier turn of this session, on whatever path (None: to the
+        very beginning); what was stored since stays as a path of its own.
+
+        What was appended and not yet generated from is dropped.
+        """
+        node = None if to is None else to.node
+        if node is not None and node not in self._turn_texts:
+            raise TraceError(
+                f"session {self.id!r} has no turn that ends at node {node}; its turns end at "
+                f"{sorted(self._turn_texts)}"
+            )
+        self._ends.append(self._node)
+        self._pending.clear()
+        self._node, self._n_routed = None, 0
+        self._tokens.clear()
+        self._sampled_text.clear()
+        for one in self._path(node):
+            segment = self._traces.segment(self.id, one)
+            self._go_to(one, segment.token_ids.tolist(), segment.n_routed)
+            if one in self._turn_texts:
+                self._sampled_text.append(self._turn_texts[one])
+
     # -- what the producer uses ------------------------------------------------------------------
 
     async def stop(self) -> None:
@@ -198,11 +231,11 @@ class Conversation:
         """The rollout with everything that is known from the trace, and the caller's `changes`."""
         return self._rollout.evolve(
             **changes,
-            leaves=() if self._node is None or self._step_min is None else (self._node,),
-            turns=tuple(self._turns),
+            leaves=self._leaves(),
+            turns=tuple(self._turn_texts),
             n_prompt_nodes=self._n_prompt_nodes,
             n_prompt_tokens=self._n_prompt_tokens,
-            n_response_tokens=len(self._tokens) - self._n_prompt_tokens,
+            n_response_tokens=self._n_tokens - self._n_prompt_tokens,
             model_step_min=self._step_min,
             model_step_max=self._step_max,
             finish_reason=self._reason,
@@ -211,18 +244,15 @@ class Conversation:
     # -- the record of an earlier attempt --------------------------------------------------------
 
     def _load_record(self) -> list[_Recorded]:
-        """Oldest first; used up from the end of a reversed list."""
-        n = self._traces.length(self.id)
-        if n == 0:
-            return []
-        leaf = self._rollout.leaves[-1] if self._rollout.leaves else n - 1
+        """All segments as they came, path after path; used up from the end of a reversed list."""
         record = []
-        for node in self._traces.path(self.id, leaf):
+        for node, parent in enumerate(self._traces.parents(self.id)):
             segment = self._traces.segment(self.id, node)
             sampled = bool(len(segment)) and int(segment.model_steps[0]) != NO_MODEL_STEP
             record.append(
                 _Recorded(
                     node,
+                    parent,
                     segment.token_ids.copy(),
                     segment.n_routed,
                     sampled,
@@ -236,9 +266,11 @@ class Conversation:
         if not self._record:
             return
         recorded = self._record[-1]
-        if not self._pending and recorded.sampled:
+        same_place = recorded.parent == self._node
+        if same_place and not self._pending and recorded.sampled:
             return
-        if not recorded.sampled and recorded.token_ids.tolist() == self._pending:
+        said_again = not recorded.sampled and recorded.token_ids.tolist() == self._pending
+        if same_place and said_again:
             self._pending.clear()
             self._step_over(self._record.pop())
             return
@@ -246,24 +278,36 @@ class Conversation:
 
     def _replay_turn(self) -> Turn | None:
         """The next finished turn on record; None when there is none."""
-        ends = [i for i, r in enumerate(reversed(self._record)) if r.node in self._old_turns]
-        if self._pending or not ends:
-            return None
+        node = self._node
+        for n, recorded in enumerate(reversed(self._record), start=1):
+            if not recorded.sampled or recorded.parent != node or self._pending:
+                return None
+            node = recorded.node
+            if node in self._old_turns:
+                return self._finish_turn(self._replay(n), FinishReason.STOP)
+        return None
+
+    def _replay(self, n: int) -> list[int]:
+        """Step over the next `n` segments on record; -> their tokens."""
         tokens: list[int] = []
-        for _ in range(ends[0] + 1):
+        for _ in range(n):
             recorded = self._record.pop()
-            assert recorded.sampled, (self.id, recorded.node)
             tokens += recorded.token_ids.tolist()
             self._step_over(recorded)
-        return self._finish_turn(tokens, FinishReason.STOP)
+        return tokens
 
     def _replay_partial_turn(self) -> list[int]:
-        """Tokens of the turn that was aborted, if the conversation has come to it."""
+        """Tokens of the turn that was aborted, if the conversation has come to it; what is still on
+        record then is of another path than this one.
+        """
         tokens: list[int] = []
-        while self._record and self._record[-1].sampled and not self._pending:
-            recorded = self._record.pop()
-            tokens += recorded.token_ids.tolist()
-            self._step_over(recorded)
+        while self._record and not self._pending:
+            recorded = self._record[-1]
+            if not recorded.sampled or recorded.parent != self._node:
+                break
+            tokens += self._replay(1)
+        if self._record:
+            self._leave_record()
         return tokens
 
     def _leave_record(self) -> None:
@@ -274,7 +318,7 @@ class Conversation:
     def _step_over(self, recorded: _Recorded) -> None:
         self._advance(recorded.node, recorded.token_ids.tolist(), recorded.n_routed)
         if recorded.sampled:
-            self._note_steps(recorded.model_steps)
+            self._note_sampled(recorded.model_steps)
         elif self._step_min is None:
             self._note_prompt(len(recorded.token_ids))
 
@@ -359,14 +403,14 @@ class Conversation:
         )
         node = await self._insert([self.id], segment)
         self._advance(node, segment.token_ids.tolist(), segment.n_routed)
-        self._note_steps(segment.model_steps)
+        self._note_sampled(segment.model_steps)
 
     async def _insert_said(self, rows: Routing | None, before: Routing | None) -> None:
         """Tokens that no model sampled. The first of a group are stored once for all its
         sessions.
         """
         said = self._pending
-        if self._node is None and self.id in self._shared.session_ids:
+        if not self._parents and self.id in self._shared.session_ids:
             node = await self._insert_shared(said, rows, before)
         else:
             node = await self._insert([self.id], self._said(said, rows, before))
@@ -418,7 +462,34 @@ class Conversation:
 
     # -- the path --------------------------------------------------------------------------------
 
+    def _path(self, node: int | None) -> list[int]:
+        """From the root to `node`."""
+        path = []
+        while node is not None:
+            path.append(node)
+            node = self._parents[node]
+        return path[::-1]
+
+    def _leaves(self) -> tuple[int, ...]:
+        """Where paths end that hold tokens of the model."""
+        paths = [self._path(node) for node in dict.fromkeys([*self._ends, self._node])]
+        inner = {node for path in paths for node in path[:-1]}
+        return tuple(
+            path[-1]
+            for path in paths
+            if path and path[-1] not in inner and not self._sampled_nodes.isdisjoint(path)
+        )
+
     def _advance(self, node: int, tokens: list[int], n_routed: int) -> None:
+        """A segment that the session got, or had from an earlier attempt, at the end of the
+        path.
+        """
+        if node not in self._parents:
+            self._n_tokens += len(tokens)
+        self._parents[node] = self._node
+        self._go_to(node, tokens, n_routed)
+
+    def _go_to(self, node: int, tokens: list[int], n_routed: int) -> None:
         self._node = node
         if n_routed:
             self._n_routed = len(self._tokens) + n_routed
@@ -428,7 +499,9 @@ class Conversation:
         self._n_prompt_nodes += 1
         self._n_prompt_tokens += n_tokens
 
-    def _note_steps(self, model_steps: NDArray[np.int32]) -> None:
+    def _note_sampled(self, model_steps: NDArray[np.int32]) -> None:
+        assert self._node is not None
+        self._sampled_nodes.add(self._node)
         steps = model_steps.tolist()  # a handful: numpy's reductions cost more than the list
         low, high = min(steps), max(steps)
         self._step_min = low if self._step_min is None else min(low, self._step_min)
@@ -436,9 +509,9 @@ class Conversation:
 
     def _finish_turn(self, tokens: list[int], reason: FinishReason) -> Turn:
         assert self._node is not None
-        self._turns.append(self._node)
         self._reason = reason
         text = self._tokenizer.decode(tokens)
+        self._turn_texts[self._node] = text
         self._sampled_text.append(text)
         return Turn(text, np.array(tokens, np.int32), reason, self._node)
 

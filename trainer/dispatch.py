@@ -27,6 +27,7 @@ from trainer.errors import BadGroup, ConfigError, EndOfData, PartFailed, Stalene
 from trainer.expiry import Expiry
 from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
+from trainer.replay_away import name_some
 from trainer.rollout import Batch, Group, Status
 from trainer.staleness import StalenessBudget
 from trainer.work import DispatchConfig, Work
@@ -259,13 +260,20 @@ class Dispatcher:
         lines = [
             f"train step {self.train_step}, model step {self.model_step}, batches usable "
             f"{self._budget.batches_usable(self.model_step, self.train_step)}, "
-            f"draws waiting {len(self._drawers)}, buffer {self.buffer.nbytes} bytes"
+            f"buffer {self.buffer.nbytes} bytes"
         ]
         for task, state in self._tasks.items():
             counts = {s.value: self.buffer.count(task, s) for s in _COUNTED}
             ended = f", ended: {state.ended}" if state.ended else ""
             lines.append(f"task {task}: {counts}, in production {state.in_production}{ended}")
-        return lines + self.buffer.waiting.describe()
+        producing: dict[str, list[str]] = {}
+        for uid, (_, owner) in self._in_production.items():
+            producing.setdefault(owner, []).append(uid)
+        lines += [f"{owner} is producing {name_some(uids)}" for owner, uids in producing.items()]
+        for owner in self._drawers.values():
+            why = "it is held by a pause" if owner in self._held else "no more may be drawn now"
+            lines.append(f"{owner} waits for work: {why}")
+        return lines + self.buffer.describe()
 
     # -- snapshot --------------------------------------------------------------------------------
 

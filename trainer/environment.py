@@ -78,6 +78,16 @@ class Session(Protocol):
         """
         ...
 
+    def rewind(self, to: Turn | None = None) -> None:
+        """Go back to the end of an earlier turn of this session (None: to the very beginning) and
+        go on from there; the path that is left stays, and is trained as well.
+
+        For agents that branch. Turns that paths share are trained with each of them. `text` and the
+        next request are of the new path; what was appended and not yet generated from is dropped.
+        `TraceError` for a turn of another session.
+        """
+        ...
+
 
 @runtime_checkable
 class Environment(Protocol):

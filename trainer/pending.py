@@ -15,17 +15,19 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.conversation import Conversation, Gate, SharedPrompt
 from trainer.engine.protocol import Engine, SamplingParams, Tokenizer
 from trainer.environment import Environment, Judge, RolloutAborted
-from trainer.errors import ConfigError, JudgeError, TrainerError
+from trainer.errors import ConfigError, JudgeError, RolloutError, TrainerError
 from trainer.rollout import Group, Rollout, Status
 from trainer.trace import TraceStore
 from trainer.work import Work
 
 __all__ = ["PendingGroup", "ProducerConfig", "ProducerParts", "session_id"]
+
+T = TypeVar("T")
 
 #: Ids of sessions have at most this many bytes of UTF-8.
 SESSION_ID_BYTES_MAX = 63
@@ -195,16 +197,22 @@ class PendingGroup:
         limit = None if hard_s is None else asyncio.timeout(hard_s)
         try:
             async with limit or nullcontext():
-                await self._parts.environment.run(conversation, self.work.prompt)
+                await _apart(self._parts.environment.run(conversation, self.work.prompt))
         except RolloutAborted:
             return Status.ABORTED, None
         except TimeoutError as error:
             if limit is not None and limit.expired():
                 return Status.ABORTED, None
+            return Status.FAILED, _text_with_place(error)
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
             return Status.FAILED, _text_of(error)
         # User code and engines may raise anything: it fails this rollout and no other (L13).
-        except Exception as error:
-            return Status.FAILED, _text_of(error)
+        except (Exception, BaseExceptionGroup) as error:
+            if conversation.aborted:  # out of a task group of the environment
+                return Status.ABORTED, None
+            return Status.FAILED, _text_with_place(error)
         finally:
             if timer is not None:
                 timer.cancel()
@@ -236,13 +244,17 @@ class PendingGroup:
         limit_s = self._config.judge_timeout_s
         try:
             async with asyncio.timeout(limit_s) as limit:
-                return await self._judge(conversation), None
+                return await _apart(self._judge(conversation)), None
         except TimeoutError as error:
             return None, f"the judge took more than {limit_s} s" if limit.expired() else _text_of(
                 error
             )
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            return None, _text_of(error)
         # Judges are user code: whatever they raise fails this rollout and no other (L13).
-        except Exception as error:
+        except (Exception, BaseExceptionGroup) as error:
             return None, _text_of(error)
 
     async def _judge(self, conversation: Conversation) -> float:
@@ -272,9 +284,35 @@ def session_id(run_name: str, group_uid: str, k: int, attempt: int) -> str:
     return found
 
 
+async def _apart(user_code: Coroutine[Any, Any, T]) -> T:
+    """Await user code in a task of its own, so that a cancellation that comes out of it is not
+    taken for one of ours: a task group inside it leaves marks on the task in which it is.
+    """
+
+    async def guarded() -> T:
+        try:
+            return await user_code
+        except SystemExit as error:  # it would end the process
+            raise RolloutError(f"user code called sys.exit({error})") from error
+
+    return await asyncio.get_running_loop().create_task(guarded())
+
+
+def _is_cancelled() -> bool:
+    """Whether this very task is being cancelled, so that what was caught is no error of a user."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def _text_of(error: BaseException) -> str:
-    """The error; below it its traceback, unless it is ours and its text says it all."""
-    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, asyncio.CancelledError):
+        return "CancelledError: user code let a cancellation out that nobody had asked for"
+    return f"{type(error).__name__}: {error}"
+
+
+def _text_with_place(error: BaseException) -> str:
+    """An error of the user's environment with its traceback; one of ours says it all."""
     if isinstance(error, TrainerError):
-        return text
-    return f"{text}\n{''.join(traceback.format_tb(error.__traceback__, -_FRAMES_MAX))}".rstrip()
+        return _text_of(error)
+    frames = traceback.format_tb(error.__traceback__, -_FRAMES_MAX)
+    return f"{_text_of(error)}\n{''.join(frames)}".rstrip()

@@ -30,7 +30,7 @@ from trainer import snapshot as snapshots
 from trainer.accounts import Accounts
 from trainer.errors import BadGroup, PutTimeout, ReplayError, SnapshotError, TakeTimeout
 from trainer.expiry import Expiry, ExpiryAction
-from trainer.replay_away import Away
+from trainer.replay_away import Away, name_some
 from trainer.replay_checks import check_max_bytes, check_need, checked_group
 from trainer.replay_index import Entry, Order, ReplayIndex
 from trainer.rollout import Batch, Group, Status
@@ -274,6 +274,14 @@ class ReplayBuffer:
     def sessions_of(self, owner: str) -> list[str]:
         """Live sessions that `owner` holds now."""
         return self._store.sessions.list(owner)
+
+    def describe(self) -> list[str]:
+        """Who waits for what here, and who has taken groups and not released them."""
+        taken = [
+            f"{owner} has taken and not released {name_some(uids)}"
+            for owner, uids in self._away.holdings().items()
+        ]
+        return taken + self.waiting.describe()
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` on this loop after each change of contents; it must not block or

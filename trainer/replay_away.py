@@ -9,7 +9,7 @@ the replay buffer, on its loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.replay_index import Entry
@@ -17,7 +17,16 @@ from trainer.replay_index import Entry
 if TYPE_CHECKING:
     from shmstore import Store
 
-__all__ = ["Away"]
+__all__ = ["Away", "name_some"]
+
+#: So many groups are named where all of them would be too many to read.
+_NAMED_MAX = 4
+
+
+def name_some(uids: Sequence[str]) -> str:
+    """As "2 groups: a, b"; of many only the first."""
+    more = ", ..." if len(uids) > _NAMED_MAX else ""
+    return f"{len(uids)} groups: {', '.join(uids[:_NAMED_MAX])}{more}"
 
 
 class Away:
@@ -50,6 +59,10 @@ class Away:
     def takers(self) -> list[str]:
         """Who has taken anything."""
         return [owner for owner, entries in self._taken.items() if entries]
+
+    def holdings(self) -> dict[str, list[str]]:
+        """Who has taken which groups."""
+        return {owner: list(self._taken[owner]) for owner in self.takers}
 
     def is_taken(self, uid: str) -> bool:
         """Whether a learner has the group."""

@@ -192,7 +192,7 @@ def _as_batch(store: Store, ref: ObjectRef) -> pa.RecordBatch:
         if segment_codec.is_segment(value):
             return value
     start, end = header.payload_offset, header.payload_offset + header.payload_bytes
-    schema = _BYTES.with_metadata({_HEADER: bytes(whole[:start])})
+    schema = _BYTES.with_metadata({_HEADER: headers.left_open(bytes(whole[:start]))})
     payload = pa.array(np.frombuffer(whole[start:end], np.uint8))
     return pa.RecordBatch.from_arrays([payload], schema=schema)
 

@@ -85,6 +85,8 @@ class TraceStore:
 
         -> its node in each. All sessions get it, or those before the one that is released.
         """
+        if len(session_ids) == 1:
+            return [self.insert(session_ids[0], segment, parent, timeout)]
         _check_segment(segment)
         ref = self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
         return [self._sessions.attach(session_id, ref, parent) for session_id in session_ids]
@@ -165,6 +167,10 @@ class TraceStore:
     def path(self, session_id: str, node: int) -> list[int]:
         """Nodes from the root to `node`."""
         return self._path_to(self._objects(session_id), session_id, node)
+
+    def parents(self, session_id: str) -> list[int | None]:
+        """The parent of each node, in the order of insertion."""
+        return [entry.parent for entry in self._objects(session_id)]
 
     def describe(self, rollout: Rollout) -> Rollout:
         """The rollout with what its session says about it: leaves, counts of tokens, model steps.

@@ -16,7 +16,7 @@ from trainer.conversation import Conversation
 from trainer.dispatch import Dispatcher
 from trainer.expiry import Expiry
 from trainer.prompts import PromptSampler
-from trainer.rollout import Group, Rollout
+from trainer.rollout import Group
 from trainer.trace import TraceStore
 
 #: Seeds per test; each test is one slice so that a failure names few seeds.
@@ -85,7 +85,7 @@ def _forgets_routing_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_the_old_response_on_retry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rollout, "cut_to_prompt", lambda self, status: self.evolve(status=status))
+    monkeypatch.setattr(Expiry, "cut_stale", lambda self, group, train_step: (group, ()))
 
 
 def _leaves_a_dead_producers_prompts_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ Pretended: the model (scripted engine), the learner's arithmetic, time. Everythi
 does: producers, the learner at three places of its step, the engine, judges, the whole driver,
 which then resumes from its last snapshot in a new arena.
 
-What must hold, whatever happens, is in `_Checker`; what does not is raised as `Violation` with the
-seed. Called by the test and by `python -m tests.simulation`.
+What is simulated is in `plan`, what must hold in `checker`. Called by the test and by
+`python -m tests.simulation`.
 """
 
 from __future__ import annotations
@@ -21,107 +21,29 @@ from typing import Any
 
 from shmstore import Store
 from shmstore.testing import temporary_store
-from tests.trainer.lifecycle.kit import CountingJudge, OneTurn, Questions, TwoTurns
+from tests.simulation.checker import Checker
+from tests.simulation.plan import Plan
+from tests.trainer.lifecycle.kit import Branches, CountingJudge, OneTurn, Questions, TwoTurns
 from trainer import snapshot
 from trainer.dispatch import Dispatcher
 from trainer.engine.protocol import SyncMode, WeightsVersion
-from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine, routing_of
+from trainer.engine.scripted import ByteTokenizer, ScriptedEngine
 from trainer.errors import EndOfData, LearnerLost
 from trainer.evaluation import Evaluator
-from trainer.expiry import Expiry, ExpiryAction
+from trainer.expiry import Expiry
 from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import PauseReport, Producer
 from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
-from trainer.rollout import IGNORE_LABEL, Batch, Group, Prompt, Status, Trace
+from trainer.rollout import Batch, Group, Prompt, Status, Trace
 from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_schedule
-from trainer.staleness import StalenessBudget, mask_stale_labels, token_staleness
+from trainer.staleness import StalenessBudget
 from trainer.testing import run_virtual
 from trainer.trace import TraceStore
 from trainer.work import DispatchConfig, Work
 
 LEARNER = "learner"
-
-
-class Violation(AssertionError):
-    """Something that must always hold did not."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One random run: what is configured, and how often what goes wrong."""
-
-    seed: int
-    schedule: str
-    sync_mode: SyncMode
-    sync_interval: int
-    max_staleness: int
-    max_token_staleness: int | None
-    action: ExpiryAction
-    tail_batch: int | None
-    order: str
-    tasks: Mapping[str, float]
-    sizes: Mapping[str, int | None]
-    batch_groups: int
-    group_size: int
-    over_sampling: float
-    partial_rollout: bool
-    n_producers: int
-    max_bytes: int | None
-    two_turns: bool
-    script: Script
-    steps: int
-    judge_failure_rate: float
-    kills: Mapping[str, float]  # mean seconds between deaths of each kind
-    checkpoint_every: int
-    crash_after_s: float | None
-
-    @classmethod
-    def from_seed(cls, seed: int) -> Plan:
-        """Everything follows from the seed."""
-        rng = random.Random(seed)
-        s = rng.choice([1, 1, 2, 3])
-        schedule = rng.choice(["async", "async", "async", "sync", "colocated"])
-        action = rng.choice(list(ExpiryAction))
-        tasks = rng.choice([{"math": 1.0}, {"math": 2.0, "code": 1.0}])
-        tail = None if action is ExpiryAction.DROP else rng.choice([0, 0, 2, 4])
-        checkpoints = rng.random() < 0.4
-        return cls(
-            seed=seed,
-            schedule=schedule,
-            sync_mode=rng.choice(["pause", "in_flight"]) if schedule == "async" else "pause",
-            sync_interval=s if schedule == "async" else 1,
-            max_staleness=rng.choice([0, 1, 2]),
-            max_token_staleness=rng.choice([None, None, 1, 3]),
-            action=action,
-            tail_batch=tail,
-            order=rng.choice(["staleness", "fifo"]),
-            tasks=tasks,
-            sizes={task: rng.choice([None, None, None, 40]) for task in tasks},
-            batch_groups=rng.randint(1, 4),
-            group_size=rng.randint(1, 3),
-            over_sampling=rng.choice([0.0, 0.5, 1.0]),
-            partial_rollout=rng.random() < 0.7,
-            n_producers=rng.choice([1, 1, 2]),
-            max_bytes=rng.choice([None, None, 40_000]),
-            two_turns=rng.random() < 0.5,
-            script=Script(
-                seed=seed,
-                tokens_max=rng.choice([2, 8, 16]),
-                first_token_s=rng.choice([0.0, 0.1]),
-                token_s=rng.choice([0.05, 0.2, 1.0]),
-                failure_rate=rng.choice([0.0, 0.0, 0.1]),
-                stall_rate=rng.choice([0.0, 0.0, 0.05]),
-            ),
-            steps=rng.randint(4, 9),
-            judge_failure_rate=rng.choice([0.0, 0.0, 0.1]),
-            kills={
-                kind: rng.choice([0.0, 0.0, 8.0, 25.0])
-                for kind in ("producer", "learner", "engine")
-            },
-            checkpoint_every=(s if schedule == "async" else 1) if checkpoints else 0,
-            crash_after_s=rng.uniform(1, 40) if checkpoints else None,
-        )
+_ENVIRONMENTS = {"one turn": OneTurn(), "two turns": TwoTurns(), "branches": Branches()}
 
 
 class _Judge(CountingJudge):
@@ -186,71 +108,6 @@ class _Wire:
         return await self._call("give_back", owner)  # type: ignore[no-any-return]
 
 
-class _Checker:
-    """What holds whatever happens."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        #: Train step -> uids of the groups trained by it, in this history.
-        self.history: dict[int, list[str]] = {}
-
-    def demand(self, condition: bool, what: str) -> None:
-        if not condition:
-            raise Violation(f"seed {self.plan.seed}: {what}")
-
-    def batch(self, batch: Batch, step: int, traces: TraceStore, dispatcher: Dispatcher) -> None:
-        """A batch that the learner is about to train."""
-        plan = self.plan
-        total = len(batch.groups)
-        self.demand(total == plan.batch_groups, f"step {step} got {total} groups")
-        if dispatcher.ended_tasks() == {}:
-            split = dispatcher.mix.split(step, plan.batch_groups)
-            found = {task: sum(g.task == task for g in batch.groups) for task in split}
-            self.demand(found == split, f"step {step} is split {found}, not {split}")
-        for group in batch.groups:
-            self.demand(len(group.rollouts) == plan.group_size, f"{group.uid} is not whole")
-            self.demand(group.status is Status.COMPLETED, f"{group.uid} is {group.status}")
-        for rollout in batch.rollouts:
-            for leaf in rollout.leaves:
-                self.trace(traces.export(rollout.session_id, node=leaf), step)
-
-    def trace(self, trace: Trace, step: int) -> None:
-        """Tokens, routing and staleness of one trainable path."""
-        plan = self.plan
-        assert trace.routed_experts is not None
-        wanted = routing_of(plan.script, trace.token_ids)
-        self.demand(
-            bool((trace.routed_experts[:-1] == wanted[:-1]).all()), "routing of another token"
-        )
-        sampled = trace.model_steps >= 0
-        self.demand(bool(sampled.any()), "a trace without a sampled token")
-        self.demand(
-            bool((sampled == (trace.labels != IGNORE_LABEL)).all()), "labels and samples disagree"
-        )
-        oldest = int(trace.model_steps[sampled].min())
-        age = token_staleness(step, oldest)
-        limit = (plan.max_staleness + 1) * plan.sync_interval
-        self.demand(0 <= age < limit, f"step {step} trains a token of step {oldest}, limit {limit}")
-        labels = mask_stale_labels(trace.labels, trace.model_steps, step, plan.max_token_staleness)
-        self.demand(bool((labels != IGNORE_LABEL).any()), "no token of a trace can be trained")
-
-    def trained(self, batch: Batch, step: int) -> None:
-        """The learner has released a batch."""
-        before = {uid for uids in self.history.values() for uid in uids}
-        twice = before & {group.uid for group in batch.groups}
-        self.demand(not twice, f"step {step} trains {sorted(twice)} again")
-        self.history.setdefault(step, []).extend(group.uid for group in batch.groups)
-
-    def arena(self, store: Store, dispatcher: Dispatcher) -> None:
-        """Sessions, owners and books agree."""
-        dispatcher.check_books()
-        problems = store.check()
-        self.demand(problems == [], f"the arena is unsound: {problems}")
-        owned = set(store.sessions.list("replay"))
-        filed = {sid for entry in dispatcher.buffer._index for sid in entry.group.session_ids}
-        self.demand(owned == filed, f"replay owns {owned ^ filed} more or less than it has filed")
-
-
 @dataclass
 class _Learner:
     """Trains by waiting; dies before it reads, after it read, or after it released."""
@@ -294,7 +151,7 @@ class _World:
 
     plan: Plan
     store: Store
-    checker: _Checker
+    checker: Checker
     rng: random.Random
     folder: Path
     dispatcher: Dispatcher = field(init=False)
@@ -350,7 +207,7 @@ class _World:
         return self.dispatcher.train_step
 
     def parts_of(self) -> ProducerParts:
-        environment = TwoTurns() if self.plan.two_turns else OneTurn()
+        environment = _ENVIRONMENTS[self.plan.environment]
         return ProducerParts(self.engine, self.traces, ByteTokenizer(), environment, self.judge)
 
     def spawn_producer(self, name: str) -> None:
@@ -489,7 +346,7 @@ class _World:
 def simulate(seed: int) -> dict[str, Any]:
     """One run; raises what went wrong. -> its books and its history."""
     plan = Plan.from_seed(seed)
-    checker = _Checker(plan)
+    checker = Checker(plan)
     rng = random.Random(seed + 1)
     outcome: dict[str, Any] = {"plan": plan, "ended": "steps"}
     with tempfile.TemporaryDirectory() as folder:
@@ -511,7 +368,7 @@ def simulate(seed: int) -> dict[str, Any]:
 async def _live(
     plan: Plan,
     store: Store,
-    checker: _Checker,
+    checker: Checker,
     rng: random.Random,
     folder: Path,
     resume: bool,

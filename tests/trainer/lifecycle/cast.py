@@ -1,5 +1,5 @@
-"""The processes of `test_processes.py`: a producer, a learner; the engine is `ScriptedEngine`
-itself.
+"""The processes of `test_processes.py` and `test_failure_channel.py`: a producer, a judge, a
+learner; the engine is `ScriptedEngine` itself.
 
 Each is an actor in a process of its own. All tokens go through the arena; messages carry groups,
 batches, counters.
@@ -21,10 +21,10 @@ from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine, routi
 from trainer.engine_router import EngineRouter
 from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import PauseReport, Producer
-from trainer.rollout import Batch
+from trainer.rollout import Batch, Prompt, Trace
 from trainer.trace import TraceStore
 
-__all__ = ["LearnerProcess", "ProducerProcess", "ScriptedEngine"]
+__all__ = ["LearnerProcess", "ProducerProcess", "ScriptedEngine", "SilentJudge"]
 
 
 def _store() -> Store:
@@ -36,13 +36,15 @@ def _store() -> Store:
 class ProducerProcess:
     """Runs `Producer` against a desk in the driver and an engine in another process."""
 
-    def __init__(self, desk: Any, engine: Any, script: Script, owner: str) -> None:
+    def __init__(
+        self, desk: Any, engine: Any, script: Script, owner: str, judge: Any = None
+    ) -> None:
         store = _store()
         store.sessions.bind(owner, heir=None)
         info = ScriptedEngine(script).info
         self.router = EngineRouter({"engine": engine}, info, (ActorDied,))
         parts = ProducerParts(
-            self.router, TraceStore(store), ByteTokenizer(), TwoTurns(), CountingJudge()
+            self.router, TraceStore(store), ByteTokenizer(), TwoTurns(), judge or CountingJudge()
         )
         config = ProducerConfig(group_size=2, groups_max=4)
         self.producer = Producer(desk, parts, config, owner=owner, run_name="real")
@@ -68,6 +70,14 @@ class ProducerProcess:
         await self.producer.stop(10)
         if self.running is not None:
             await self.running
+
+
+class SilentJudge:
+    """Is asked, and never answers."""
+
+    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("the future of nobody has a result")
 
 
 class LearnerProcess:

@@ -49,6 +49,18 @@ class TwoTurns:
         await session.generate(f"tool heard {turn.text}; ")
 
 
+class Branches:
+    """An opening, two continuations of it, then a question that shares nothing with them."""
+
+    async def run(self, session: Session, prompt: Prompt) -> None:
+        opening = await session.generate(prompt.text)
+        await session.generate("go on; ")
+        session.rewind(opening)
+        await session.generate("or rather; ")
+        session.rewind()
+        await session.generate("something else; ")
+
+
 class LengthJudge:
     """Rewards differ within a group, so nothing is filtered unless all answers are equally long."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from shmstore import ObjectRef, Store
 from shmstore.testing import Puppet
-from trainer.rollout import Group
+from trainer.rollout import Group, Status
 from trainer.testing import make_segment, store_group
 from trainer.trace import TraceStore
 
@@ -55,9 +55,9 @@ def join(state: State, arena: str, owner: str, heir: str | None) -> None:
     store.sessions.bind(owner, heir=heir)
 
 
-def make_group(state: State, uid: str) -> Group:
+def make_group(state: State, uid: str, status: Status = Status.COMPLETED) -> Group:
     """A whole group, in sessions of this process's owner."""
-    return store_group(state["traces"], uid, owner=state["owner"])
+    return store_group(state["traces"], uid, owner=state["owner"], status=status)
 
 
 def open_and_insert(state: State, session_id: str) -> None:

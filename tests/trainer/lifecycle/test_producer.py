@@ -178,6 +178,14 @@ class _Raises:
         ({"script": Script(failure_rate=0.3)}, "EngineError: scripted failure"),
         ({"environment": _Raises(ToolError("no such tool"))}, "ToolError: no such tool"),
         ({"environment": _Raises(TimeoutError("tool"))}, "TimeoutError: tool"),
+        ({"environment": _Raises(asyncio.CancelledError())}, "CancelledError: user code let a"),
+        ({"environment": _Raises(SystemExit(3))}, "RolloutError: user code called sys.exit(3)"),
+        (
+            {"environment": _Raises(BaseExceptionGroup("x", [asyncio.CancelledError()]))},
+            "BaseExceptionGroup",
+        ),
+        ({"judge": _Raises(asyncio.CancelledError())}, "CancelledError: user code let a"),
+        ({"judge": _Raises(SystemExit(3))}, "RolloutError: user code called sys.exit(3)"),
         ({"judge": _Raises(ZeroDivisionError("division"))}, "ZeroDivisionError: division"),
         ({"judge": _Raises(math.nan)}, "JudgeError: the judge returned nan"),
         ({"judge": _Raises("ten points")}, "JudgeError: the judge returned 'ten points'"),
@@ -197,9 +205,33 @@ def test_L13_an_error_fails_one_rollout_and_never_the_producer(
             errors = made.producer.report().errors
             assert errors
             assert all(text.startswith(said) for text in errors)
-            if said.startswith(("TimeoutError", "ZeroDivisionError")):  # the user's own code
+            if said == "TimeoutError: tool":  # the user's own environment
                 assert all(f'File "{__file__}", line' in text for text in errors), errors
             assert made.dispatcher.report()["failed"] > 0
+
+    run_virtual(main())
+
+
+class _InATaskGroup:
+    """Talks to the policy from a task of its own."""
+
+    async def run(self, session: Session, prompt: Prompt) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._talk(session, prompt))
+
+    async def _talk(self, session: Session, prompt: Prompt) -> None:
+        await session.generate(prompt.text)
+
+
+def test_L11_an_abort_out_of_a_task_group_of_the_environment_is_an_abort(store: Store) -> None:
+    async def main() -> None:
+        async with desk(store, script=SLOW, environment=_InATaskGroup(), dispatch=WIDE) as made:
+            await asyncio.sleep(2.5)
+            assert (await made.producer.pause(10)).cancelled_rollouts == 0
+            assert made.buffer.count("math", Status.ABORTED) > 0
+            assert made.dispatcher.report()["failed"] == 0
+            await made.producer.resume()
+            await made.train(1)
 
     run_virtual(main())
 

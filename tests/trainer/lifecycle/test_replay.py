@@ -5,8 +5,10 @@ waiting.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -250,41 +252,45 @@ async def test_a_group_without_counters_is_filed_with_what_its_traces_say(
     assert traces.length("s") == 1
 
 
-class _CountingEntry:
-    """Counts how often index entries are looked at."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.compared = 0
-        original = replay_index.Entry
-
-        def less(one: replay_index.Entry, other: replay_index.Entry) -> bool:
-            raise AssertionError("entries are ordered by key and seq, which are unique")
-
-        monkeypatch.setattr(original, "__lt__", less, raising=False)
-
-
-@pytest.mark.parametrize("n", [200, 20_000])
-async def test_L14_no_call_looks_at_groups_that_it_does_not_return(
-    n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _CountingEntry(monkeypatch)
+def _index_of(n: int) -> replay_index.ReplayIndex:
     index = replay_index.ReplayIndex(replay_index.Order.STALENESS)
     for i in range(n):
         rollout = Rollout(f"s{i}", status=Status.COMPLETED, model_step_min=i % 7, model_step_max=9)
         index.add(Group(f"g{i}", "math", None, (rollout,)), i, deadline=10 + i % 7)
-    touched: list[str] = []
-    original = replay_index.ReplayIndex._forget
+    return index
 
-    def forget(self: replay_index.ReplayIndex, entry: replay_index.Entry) -> None:
-        touched.append(entry.group.uid)
-        original(self, entry)
 
-    monkeypatch.setattr(replay_index.ReplayIndex, "_forget", forget)
-    assert [index.pop("math", Status.COMPLETED).group.uid for _ in range(3)] == ["g0", "g7", "g14"]  # type: ignore[union-attr]
-    assert index.count("math", Status.COMPLETED) == n - 3
-    assert index.pop_expired(9) == []
-    assert len(touched) == 3
-    assert len(index.pop_expired(10)) == len(range(0, n, 7)) - 3
+def _lines_run(n: int) -> int:
+    """Lines of the index that run for one of each call, with `n` groups in it; loops count each
+    turn.
+    """
+    index, lines = _index_of(n), 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename == replay_index.__file__:
+            lines += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        popped = [index.pop("math", Status.COMPLETED) for _ in range(3)]
+        assert index.remove("g3") is not None
+        assert index.pop_expired(9) == []
+        index.count("math", Status.COMPLETED)
+        index.counts()
+        index.add(popped[0].group, 0, 10)  # type: ignore[union-attr]
+    finally:
+        sys.settrace(before)
+    assert [entry.group.uid for entry in popped if entry] == ["g0", "g7", "g14"]
+    assert index.count("math", Status.COMPLETED) == len(index) == n - 3
+    return lines
+
+
+def test_L14_no_call_looks_at_groups_that_it_does_not_return() -> None:
+    assert _lines_run(200) == _lines_run(20_000) > 20
+    assert len(_index_of(700).pop_expired(10)) == 100
 
 
 def test_L14_an_entry_that_is_filed_again_in_its_old_place_does_not_meet_its_dead_row() -> None:

@@ -164,10 +164,10 @@ async def test_L25_a_pickle_that_was_smuggled_into_a_snapshot_is_not_loaded(
     await buffer.put(Group(rollouts=[Rollout("s", status=Status.COMPLETED)]), task="t", owner=P)
     await buffer.snapshot(tmp_path)
     (payload,) = tmp_path.rglob("payload-*.arrow")
-    header = headers.pack(headers.Kind.BYTES, 4)
+    header = headers.pack(headers.Kind.BYTES, 0)
     raw = payload.read_bytes()
     assert header in raw
-    payload.write_bytes(raw.replace(header, headers.pack(headers.Kind.PICKLE, 4)))
+    payload.write_bytes(raw.replace(header, headers.pack(headers.Kind.PICKLE, 0)))
     _reseal(tmp_path)
     with temporary_store("16MiB") as other:
         with pytest.raises(SnapshotError, match="holds a pickle, and those are never read"):

@@ -99,10 +99,14 @@ def test_small_puts_pass_a_large_one_that_waits_and_never_starve_it() -> None:
         puppet.begin(wait_for_room, store.name)
         while store.stats().counters.full_waits == 0:
             threading.Event().wait(0.002)
-        for _ in range(5):
-            store.put(block(1))  # one MiB is free, and somebody waits for seven
+
+        def put_and_drop(times: int) -> None:
+            for _ in range(times):
+                store.put(block(1))  # one MiB is free, and somebody waits for seven
+
+        put_and_drop(5)
         with pytest.raises(StoreFull, match="wait for room and come first"):
-            [store.put(block(1)) for _ in range(3)]
+            put_and_drop(3)
         del blocker
         assert puppet.result()
 

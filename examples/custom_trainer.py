@@ -62,7 +62,11 @@ async def train(store: Store) -> float:
     await producer
     buffer.settle("learner")
     buffer.check_books()
-    print(f"reward {mean:.2f}, produced = {buffer.accounts.ledger.report(buffer.held())}")
+    books = buffer.accounts.ledger.total
+    print(
+        f"reward {mean:.2f} after {STEPS} steps; books balance: produced {books.produced} = "
+        f"trained {books.trained} + {books.ended - books.trained} others"
+    )
     return mean
 
 

@@ -2,10 +2,10 @@
 
 A producer opens sessions and puts, for each, a group's shared prompt and its own segment: the
 routed experts of 512 tokens of a mixture-of-experts model (48 layers, top-8, `uint8`: 192 KiB).
-Only session ids travel over the pipe. The learner takes a batch (one atomic transfer), looks at
-every page, checks the bytes, and releases exactly that batch. At the end the producer is killed
-with an open session and a half-written object, and the arena shows what that costs. Run it: `python
-examples/handover.py`.
+Only session ids travel over the pipe, and one word back. The learner takes a batch (one atomic
+transfer), looks at every page, checks the bytes, and releases exactly that batch. At the end the
+producer is killed with an open session and a half-written object, and the arena shows what that
+costs. Run it: `python examples/handover.py`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def produce(name: str, pipe: Connection, n_groups: int) -> None:
                 begun_ns = time.monotonic_ns()
                 store.put(routed, session=session, timeout=60, parent=0)
                 pipe.send((session, begun_ns))
+                pipe.recv_bytes()  # taken: the next time is of one hand-over, not of a queue
             sessions.transfer(ids, src="producer", dst="replay")
             pipe.send(None)
         sessions.open("never finished", owner="producer")
@@ -65,6 +66,7 @@ def learn(store: Store, pipe: Connection, n_groups: int) -> dict[str, list[float
             routed = store.get(store.sessions.objects(session)[1].ref)
             touched = int(routed.reshape(-1)[::4096].sum())
             times["hand-over"].append((time.monotonic_ns() - begun_ns) / 1e9)
+            pipe.send_bytes(b"taken")
             assert touched >= 0
             assert routed[0, 0, 0] == len(ids)
             ids.append(session)
@@ -115,7 +117,7 @@ def report(times: dict[str, list[float]], wall_s: float, n_groups: int) -> None:
         f"{format_size(int(payload / wall_s))}/s from process to process"
     )
     for kind, text in (
-        ("hand-over", "put begins -> the learner has touched every page"),
+        ("hand-over", "put begins -> told by a pipe, every page touched by the learner"),
         ("transfer", f"transfer of up to {GROUP * GROUPS_IN_BATCH} sessions, one atomic step"),
         ("release", f"release of up to {GROUP * GROUPS_IN_BATCH} sessions and their objects"),
     ):

@@ -203,7 +203,7 @@ class PendingGroup:
         except TimeoutError as error:
             if limit is not None and limit.expired():
                 return Status.ABORTED, None
-            return Status.FAILED, _text_of(error)
+            return Status.FAILED, _text_with_place(error)
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
@@ -212,7 +212,7 @@ class PendingGroup:
         except (Exception, BaseExceptionGroup) as error:
             if conversation.aborted:  # out of a task group of the environment
                 return Status.ABORTED, None
-            return Status.FAILED, _text_of(error)
+            return Status.FAILED, _text_with_place(error)
         finally:
             if timer is not None:
                 timer.cancel()
@@ -305,10 +305,14 @@ def _is_cancelled() -> bool:
 
 
 def _text_of(error: BaseException) -> str:
-    """The error; below it its traceback, unless it is ours and its text says it all."""
-    text = f"{type(error).__name__}: {error}"
     if isinstance(error, asyncio.CancelledError):
-        text = "CancelledError: user code let a cancellation out that nobody had asked for"
+        return "CancelledError: user code let a cancellation out that nobody had asked for"
+    return f"{type(error).__name__}: {error}"
+
+
+def _text_with_place(error: BaseException) -> str:
+    """An error of the user's environment with its traceback; one of ours says it all."""
     if isinstance(error, TrainerError):
-        return text
-    return f"{text}\n{''.join(traceback.format_tb(error.__traceback__, -_FRAMES_MAX))}".rstrip()
+        return _text_of(error)
+    frames = traceback.format_tb(error.__traceback__, -_FRAMES_MAX)
+    return f"{_text_of(error)}\n{''.join(frames)}".rstrip()

@@ -27,15 +27,16 @@ def plot_rewards(metrics_file: Path, png: Path, title: str) -> None:
         if train:
             steps, rewards = [s for s, _ in train], [r for _, r in train]
             axes.plot(
-                steps, rewards, color="tab:blue", alpha=0.3, linewidth=1, label="all rollouts"
+                steps, rewards, color="tab:blue", alpha=0.5, linewidth=1, label="all rollouts"
             )
-            axes.plot(
-                steps,
-                smoothed(rewards),
-                color="tab:blue",
-                linewidth=2,
-                label="all rollouts, smoothed",
-            )
+            if len(rewards) >= 2 * _WINDOW_SHARE:  # else it would only cover the line itself
+                axes.plot(
+                    steps,
+                    smoothed(rewards),
+                    color="tab:blue",
+                    linewidth=2,
+                    label="all rollouts, smoothed",
+                )
         if held_out:
             axes.plot(
                 *zip(*held_out, strict=True), "o-", color="tab:orange", label="held-out prompts"

@@ -75,6 +75,8 @@ async def test_top_shows_a_live_run_from_another_process(
         assert "noisy" in capsys.readouterr().out
         assert await asyncio.to_thread(top.main, []) == 0
         assert rt.name in capsys.readouterr().out
+        # no terminal: one table, and it ends
+        assert await asyncio.to_thread(top.main, [rt.name]) == 0
     assert top.main([rt.name]) == 1
     assert "no run named" in capsys.readouterr().err
 
@@ -145,3 +147,8 @@ actors.run(main())
         status_socket(name)
     assert name in sweep()
     assert not folder.exists()
+
+
+def test_durations_in_the_table_have_a_fitting_unit() -> None:
+    shown = [top._duration(us) for us in (12.3, 4_560.0, 22_805_679.0)]
+    assert shown == ["12 µs", "4.56 ms", "22.8 s"]

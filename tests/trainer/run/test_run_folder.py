@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import trainer.cli
+import trainer.eval_run
 from actors.rundir import check_name
 from trainer.config import load
 from trainer.display import PlainDisplay
@@ -240,3 +242,14 @@ def test_families_of_metrics_are_described_and_unknown_names_are_not() -> None:
 )
 def test_the_default_name_of_a_run_is_one_that_the_runtime_takes(file: str) -> None:
     check_name("the name of a run", default_run_name(Path(file)))
+
+
+def test_an_evaluation_in_which_every_rollout_failed_ends_with_1(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"run": "r", "reward": None, "rollouts": 10, "failed": 10}
+    monkeypatch.setattr(trainer.eval_run, "evaluate_run", lambda *_, **__: found)
+    assert trainer.cli.main(["eval", str(folder.path), "--json"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out) == found
+    assert "10 of 10 rollouts failed" in told.err

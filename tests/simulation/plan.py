@@ -54,6 +54,10 @@ class Plan:
         tasks = rng.choice([{"math": 1.0}, {"math": 2.0, "code": 1.0}])
         tail = None if action is ExpiryAction.DROP else rng.choice([0, 0, 2, 4])
         checkpoints = rng.random() < 0.4
+        tokens_max, token_s = rng.choice([2, 8, 16]), rng.choice([0.05, 0.2, 1.0])
+        # Four turns one after the other: slower ones never come to an end between two deaths.
+        slow = 4 * tokens_max * token_s > 15
+        environments = ["one turn", "two turns", "two turns" if slow else "branches"]
         return cls(
             seed=seed,
             schedule=schedule,
@@ -72,12 +76,12 @@ class Plan:
             partial_rollout=rng.random() < 0.7,
             n_producers=rng.choice([1, 1, 2]),
             max_bytes=rng.choice([None, None, 40_000]),
-            environment=rng.choice(["one turn", "two turns", "branches"]),
+            environment=rng.choice(environments),
             script=Script(
                 seed=seed,
-                tokens_max=rng.choice([2, 8, 16]),
+                tokens_max=tokens_max,
                 first_token_s=rng.choice([0.0, 0.1]),
-                token_s=rng.choice([0.05, 0.2, 1.0]),
+                token_s=token_s,
                 failure_rate=rng.choice([0.0, 0.0, 0.1]),
                 stall_rate=rng.choice([0.0, 0.0, 0.05]),
             ),

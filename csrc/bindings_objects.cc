@@ -51,10 +51,13 @@ Target parse_target(StoreCore& core, nb::handle session, nb::handle timeout, nb:
     if (target.session.empty()) raise("BadName", "a session id has 1 to 63 bytes, not none");
   }
   if (!parent.is_none()) {
-    const long position = PyLong_Check(parent.ptr()) ? PyLong_AsLong(parent.ptr()) : -1;
+    const bool whole = PyIndex_Check(parent.ptr()) && !PyBool_Check(parent.ptr());
+    const Py_ssize_t position = whole ? PyNumber_AsSsize_t(parent.ptr(), nullptr) : -1;
     if (position < 0 || position > std::numeric_limits<std::int32_t>::max()) {
       PyErr_Clear();
-      raise("BadValue", "parent is a position in the session, counted from 0");
+      raise("BadValue", std::string("parent is a position in the session, an int counted from 0, "
+                                    "not this ") +
+                            Py_TYPE(parent.ptr())->tp_name);
     }
     if (target.session.empty()) raise("BadValue", "parent is given, but no session");
     target.parent = static_cast<std::int32_t>(position);
@@ -70,7 +73,7 @@ Draft reserve(const Target& target, std::uint64_t size) {
                                   : store->reserve(size, target.session, wait, draft);
   };
   Status status = attempt(Wait{});
-  if (status == Status::full && target.wait.timeout_ns != 0) {
+  if ((status == Status::full || status == Status::objects_full) && target.wait.timeout_ns != 0) {
     const WithoutGil released;
     status = attempt(target.wait);
   }

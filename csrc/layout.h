@@ -14,7 +14,7 @@
 namespace shmrl {
 
 inline constexpr std::uint64_t kMagic = 0x314C524D48536D61ull;  // "amSHMRL1"
-inline constexpr std::uint32_t kLayoutVersion = 1;
+inline constexpr std::uint32_t kLayoutVersion = 2;
 
 inline constexpr std::uint32_t kNil = UINT32_MAX;
 inline constexpr std::uint32_t kSlots = 256;  // slot 0 is the joiner's, 1..255 are clients
@@ -144,7 +144,7 @@ struct WaiterEntry {
   Cell<std::uint64_t> size;
   Cell<std::uint32_t> slot;    // T: who waits
   Shared<std::uint32_t> wake;  // futex: 0 asleep, 1 look again
-  Cell<std::uint64_t> reserved;
+  Cell<std::uint64_t> passed;  // bytes that smaller reservations took ahead of it
 };
 static_assert(sizeof(WaiterEntry) == 32);
 

@@ -82,7 +82,8 @@ class ProcessArena {
   ProcessArena() = default;
   void map_records();
   LocalRecord& lock_record(std::uint32_t index, std::uint64_t& word) noexcept;
-  void settle(std::uint32_t index) noexcept;
+  void settle(std::uint32_t index);  // throws Failure(stuck)
+  void settle_quietly(std::uint32_t index) noexcept;
   void let_go_of_holds() noexcept;
   void finish_close() noexcept;
   void close_if_pending() noexcept;

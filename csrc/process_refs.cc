@@ -69,12 +69,16 @@ void ProcessArena::claim(std::uint32_t index, std::uint64_t generation) noexcept
   record.word.store(generation, std::memory_order_release);
 }
 
-void ProcessArena::settle(std::uint32_t index) noexcept {
+void ProcessArena::settle(std::uint32_t index) {
   Call const call(*this, Call::Need::joined);
   if (call.status() != Status::ok) return;
+  Txn txn(arena);
+  settle_object(arena, txn, index);
+}
+
+void ProcessArena::settle_quietly(std::uint32_t index) noexcept {
   try {
-    Txn txn(arena);
-    settle_object(arena, txn, index);
+    settle(index);
   } catch (const Failure&) {
     // Destructors come here: nobody to tell. The next sweep of this client settles the object.
   }
@@ -150,7 +154,7 @@ void ProcessArena::drop(const Ref& ref, std::uint64_t hold_epoch) noexcept {
     orphan = needs_settling(e);
   }
   record.word.store(word, std::memory_order_release);
-  if (orphan) settle(ref.index);
+  if (orphan) settle_quietly(ref.index);
 }
 
 Status ProcessArena::try_pin(const Ref& ref, const std::byte*& data, std::uint64_t& size) {
@@ -250,7 +254,7 @@ void ProcessArena::unpin(const Ref& ref, bool draft) noexcept {
     }
   }
   record.word.store(word, std::memory_order_release);
-  if (orphan) settle(ref.index);
+  if (orphan) settle_quietly(ref.index);
   if (!last_view) return;
   Outside const outside;  // the mutex may be held by a thread that waits for another process
   std::scoped_lock const guard(registry().mutex);

@@ -157,7 +157,8 @@ class Store {
   static Status attach(std::string_view name, const AttachOptions& options,
                        std::unique_ptr<Store>& out);
   // Removes the name (like POSIX unlink: attached clients keep working). If this process used an
-  // arena of that name earlier, and the name now belongs to another one: Status::superseded.
+  // arena of that name earlier, and the name now belongs to another one that somebody uses:
+  // Status::superseded.
   static Status unlink(std::string_view name, const std::string& directory = "/dev/shm");
   // Arenas of this user, debris and unreadable ones included.
   static Status list(std::vector<ArenaInfo>& out, const std::string& directory = "/dev/shm");

@@ -13,6 +13,10 @@
 
 namespace shmrl {
 
+inline constexpr const char* kAttachmentsFull =
+    "all attachment entries are in use; release sessions, or create the arena with more "
+    "max_attachments";
+
 // Remembers the sentence for Store::detail() of this thread.
 Status fail(Status status, std::string text);
 Status closed_or_forked(Status status);

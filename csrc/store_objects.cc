@@ -48,7 +48,7 @@ Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent, Pin* keep,
         if (status == Status::bad_position)
           return fail(status, "parent " + std::to_string(parent) + " is not below position " +
                                   std::to_string(s.count.get()));
-        if (status != Status::ok) return fail(status, "all attachment entries are in use");
+        if (status != Status::ok) return fail(status, kAttachmentsFull);
         if (position != nullptr) *position = place;
       }
     }

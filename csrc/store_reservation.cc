@@ -10,19 +10,22 @@ namespace {
 // How often a reservation that waits for space looks for deaths.
 constexpr std::int64_t kSpaceProbeNs = 50'000'000;
 
-// One reservation's place in the queue for space. Tickets are served in order: nobody overtakes.
+// One reservation's place in the queue for space. Tickets are served in order, but a reservation
+// that fits may pass larger ones that wait: each until as many bytes have passed it as it asks for.
+// So one that waits for half the arena does not stop the small ones, nor they it for ever.
 class QueuePlace {
  public:
   explicit QueuePlace(Arena& arena) : arena_(arena) {}
 
   bool taken() const { return index_ != kNil; }
-  bool is_first() const {
-    std::uint64_t const mine = taken() ? arena_.waiter(index_).ticket.get() : UINT64_MAX;
-    for (std::uint32_t i = 0; i < kWaitersMax; ++i) {
-      std::uint64_t const ticket = arena_.waiter(i).ticket.get();
-      if (ticket != 0 && ticket < mine) return false;
-    }
-    return true;
+  bool may_take(std::uint64_t bytes) const {
+    bool allowed = true;
+    for_each_ahead(
+        [&](const WaiterEntry& w) { allowed = allowed && w.passed.get() + bytes <= w.size.get(); });
+    return allowed;
+  }
+  void pass(const Txn& txn, std::uint64_t bytes) {
+    for_each_ahead([&](WaiterEntry& w) { w.passed.add(txn, bytes); });
   }
   bool take(const Txn& txn, std::uint64_t size) {
     Header& h = arena_.header();
@@ -30,6 +33,7 @@ class QueuePlace {
       WaiterEntry& w = arena_.waiter(i);
       if (w.ticket.get() != 0) continue;
       w.size.set(txn, size);
+      w.passed.set(txn, 0);
       w.slot.set(txn, arena_.slot());
       w.wake.store(0, std::memory_order_relaxed);
       std::uint64_t const ticket = h.next_ticket.get();
@@ -59,6 +63,16 @@ class QueuePlace {
   }
 
  private:
+  template <class Visit>
+  void for_each_ahead(Visit visit) const {
+    if (arena_.header().waiters.get() == 0) return;
+    std::uint64_t const mine = taken() ? arena_.waiter(index_).ticket.get() : UINT64_MAX;
+    for (std::uint32_t i = 0; i < kWaitersMax; ++i) {
+      WaiterEntry& w = arena_.waiter(i);
+      if (w.ticket.get() != 0 && w.ticket.get() < mine) visit(w);
+    }
+  }
+
   Arena& arena_;
   std::uint32_t index_ = kNil;
 };
@@ -109,10 +123,11 @@ class Reservation {
     Txn txn(arena_);
     for (bool swept = false;; swept = true) {
       CreateResult result = CreateResult::full;
-      if (arena_.header().waiters.get() == 0 || place_.is_first())
+      if (place_.may_take(block_bytes(size_)))
         result = create_object(arena_, txn, size_, out, growth,
                                [&](std::uint32_t i, std::uint64_t g) { process_.claim(i, g); });
       if (result == CreateResult::ok) {
+        place_.pass(txn, block_bytes(size_));
         place_.give_up(txn);
         return Attempt::done;
       }
@@ -122,20 +137,23 @@ class Reservation {
         sweep_dead(arena_, txn, report);
         if (report.clients > 0) continue;
       }
-      if (result == CreateResult::objects_full) {
-        status_ = fail(
-            Status::objects_full,
-            "all " + std::to_string(arena_.objects_limit()) +
-                " object entries are in use; free some, or create the arena with more max_objects");
-        return Attempt::failed;
-      }
-      return queue(txn);
+      return queue(txn, result);
     }
   }
 
-  Attempt queue(const Txn& txn) {
-    if (deadline_.over() || (!place_.taken() && !place_.take(txn, size_))) {
-      status_ = fail(Status::full, "no room for an object of " + std::to_string(size_) + " bytes");
+  Attempt queue(const Txn& txn, CreateResult why) {
+    if (deadline_.over()) {
+      status_ =
+          why == CreateResult::objects_full
+              ? fail(Status::objects_full, "all " + std::to_string(arena_.objects_limit()) +
+                                               " object entries are in use; free some, or create "
+                                               "the arena with more max_objects")
+              : fail(Status::full, "no room for an object of " + std::to_string(size_) + " bytes");
+      return Attempt::failed;
+    }
+    if (!place_.taken() && !place_.take(txn, size_)) {
+      status_ = fail(Status::full,
+                     std::to_string(kWaitersMax) + " reservations wait for room: no more may");
       return Attempt::failed;
     }
     place_.arm();

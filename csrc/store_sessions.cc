@@ -87,7 +87,9 @@ Status Store::open(std::string_view id, std::string_view owner) {
         return fail(status,
                     "all " + std::to_string(arena.owners_limit()) + " owner entries are in use");
       return fail(status,
-                  "all " + std::to_string(arena.sessions_limit()) + " session entries are in use");
+                  "all " + std::to_string(arena.sessions_limit()) +
+                      " session entries are in use; release some, or create the arena with more "
+                      "max_sessions");
     }
   });
 }
@@ -112,7 +114,7 @@ Status Store::attach_object(std::string_view id, const Ref& ref, std::int32_t pa
     if (status == Status::bad_position)
       return fail(status, "parent " + std::to_string(parent) + " is not below position " +
                               std::to_string(arena.session(session).count.get()));
-    if (status != Status::ok) return fail(status, "all attachment entries are in use");
+    if (status != Status::ok) return fail(status, kAttachmentsFull);
     return status;
   });
 }

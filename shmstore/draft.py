@@ -85,6 +85,8 @@ class Draft:
             self._handle = None
 
     def __enter__(self) -> Self:
+        if self._handle is None:
+            raise BadValue("the draft is over: it was sealed or discarded already")
         return self
 
     def __exit__(

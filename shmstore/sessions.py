@@ -9,8 +9,9 @@ texts, SessionReleased for sessions that are gone; whatever is raised, nothing h
 from __future__ import annotations
 
 import builtins
+import operator
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 from . import _core
 from .errors import BadValue
@@ -97,7 +98,7 @@ class Sessions:
         """This process acts as `owner` from now on; several processes may.
 
         When the last of them dies or closes its store, the owner's sessions fall to `heir`, or are
-        released when there is none.
+        released when there is none. An owner has one heir: the last `bind` of any process says who.
         """
         self._core.session_bind(owner, heir)
 
@@ -111,12 +112,16 @@ class Sessions:
         return f"<Sessions of {self._core!r}>"
 
 
-def _position(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= POSITION_MAX:
+def _position(value: SupportsIndex) -> int:
+    try:
+        position = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        position = -1
+    if not 0 <= position <= POSITION_MAX:
         raise BadValue(
             f"a position or count in a session is an int from 0 to {POSITION_MAX}, not {value!r}"
         )
-    return value
+    return position
 
 
 def _ids(sessions: Iterable[str]) -> builtins.list[str]:

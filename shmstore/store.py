@@ -54,12 +54,12 @@ class Store(_core.StoreCore):
         cls,
         name: str,
         capacity: int | str = "1GiB",
-        *,
         max_objects: int = OBJECTS_DEFAULT,
         max_sessions: int = SESSIONS_DEFAULT,
+        spill_dir: str | None = None,
+        *,
         max_attachments: int | None = None,
         max_owners: int = _core.OWNERS_MAX,
-        spill_dir: str | None = None,
         allow_pickle: bool = True,
         spin_s: float = SPIN_S_DEFAULT,
         lock_limit_s: float = LOCK_LIMIT_S_DEFAULT,
@@ -111,7 +111,8 @@ class Store(_core.StoreCore):
     def unlink(name: str, *, directory: str = DIRECTORY) -> None:
         """Remove the name, as POSIX unlink does: who is attached goes on, nobody can attach any
         more, and the memory returns when the last has left. StoreNotFound; StoreSuperseded when
-        this process used an arena of that name and the name belongs to a successor by now."""
+        this process used an arena of that name and the name belongs by now to a successor that
+        somebody uses."""
         _core.unlink(name, _folder(directory))
 
     @staticmethod

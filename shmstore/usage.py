@@ -166,6 +166,8 @@ def store_full(class_name: str, facts: dict[str, Any]) -> StoreFull:
         message += f"; ended but under live views {format_size(facts['deferred_bytes'])}"
     if facts["waiters"]:
         message += f"; {facts['waiters']} others wait for room"
+        if needed <= largest:
+            message += " and come first: as many bytes as they ask for have passed them"
     if kind is ObjectTooLarge:
         message += "; it would not fit when empty either: raise the arena's capacity"
     return kind(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +159,25 @@ def test_python_in_documents_compiles() -> None:
             except SyntaxError as error:
                 problems.append(f"{tree.name(path)}:{line + (error.lineno or 1) - 1}: {error.msg}")
     assert not problems, "\n" + "\n".join(problems)
+
+
+def test_python_in_the_stores_page_runs_block_by_block_and_leaves_nothing() -> None:
+    """Each block of docs/shmstore.md is a whole program, run in a process of its own."""
+    page = tree.ROOT / "docs" / "shmstore.md"
+    programs = list(blocks(page, {"python"}))
+    assert len(programs) >= 2
+    for line, body in programs:
+        check = "\nleft = set(Store.list()) & set(made)\nassert not left, left\n"
+        made = f"made = {re.findall(r'create..([a-z0-9-]+)', body)!r}\n"
+        done = subprocess.run(
+            [sys.executable, "-X", "dev", "-W", "error", "-c", made + body + check],
+            cwd=tree.ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, f"docs/shmstore.md:{line}:\n{done.stderr}"
 
 
 def test_names_imported_in_documents_exist() -> None:

@@ -491,6 +491,7 @@ int main(int argc, char** argv) {
       quiet = true;
     } else if (arg == "--list") {
       for (const Scenario& s : scenarios()) std::printf("%s\n", s.name.c_str());
+      std::printf("create\nunlink\n");
       return 0;
     } else {
       std::fprintf(stderr, "usage: crash_matrix [--sample N] [--only a,b] [--quiet] [--list]\n");
@@ -499,14 +500,13 @@ int main(int argc, char** argv) {
   }
   Matrix matrix(sample, quiet);
   bool good = true;
-  for (const Scenario& scenario : scenarios()) {
-    if (!only.empty() && only.find("," + scenario.name + ",") == std::string::npos) continue;
-    good = matrix.run(scenario) && good;
-  }
-  if (only.empty()) {
-    good = crash_create_and_unlink(false, sample) && good;
-    good = crash_create_and_unlink(true, sample) && good;
-  }
+  auto wanted = [&only](const std::string& name) {
+    return only.empty() || only.find("," + name + ",") != std::string::npos;
+  };
+  for (const Scenario& scenario : scenarios())
+    if (wanted(scenario.name)) good = matrix.run(scenario) && good;
+  if (wanted("create")) good = crash_create_and_unlink(false, sample) && good;
+  if (wanted("unlink")) good = crash_create_and_unlink(true, sample) && good;
   std::printf("%" PRIu64 " kills, %s\n", matrix.total(), good ? "all sound" : "FAILED");
   return good ? 0 : 1;
 }

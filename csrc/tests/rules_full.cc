@@ -39,13 +39,56 @@ RULE(space_goes_to_waiters_in_the_order_they_came) {
     while (f.stats().counters.full_waits != static_cast<std::uint64_t>(i) + 1)
       std::this_thread::yield();
   }
-  // A newcomer that would fit may not overtake.
-  Draft small_one;
-  EXPECT_STATUS(Status::full, f.store->reserve(100, Wait{}, small_one));
   big.reset();
   for (int i = 0; i < 4; ++i) EXPECT(done.receive<int>() == i);
   for (pid_t child : children) EXPECT(exited_well(wait_for(child)));
-  OK(f.store->reserve(100, Wait{}, small_one));
+}
+
+RULE(small_reservations_pass_a_large_one_that_waits_until_as_many_bytes_have) {
+  Fixture f;
+  Hold big = put(*f.store, kCapacityMin - 300000, 1);
+  constexpr std::uint64_t kWanted = 700 << 10;
+  Pipe done;
+  pid_t const child = start([&] {
+    auto store = attach(f.name);
+    Draft draft;
+    OK(store->reserve(kWanted, Wait{-1}, draft));
+    done.send(1);
+    draft.reset();
+    store->close();
+  });
+  while (f.stats().counters.full_waits != 1) std::this_thread::yield();
+  Draft small_one;
+  std::uint64_t passed = 0;
+  while (f.store->reserve(64 << 10, Wait{}, small_one) == Status::ok) {
+    passed += 64 << 10;
+    OK(f.store->discard(small_one));
+  }
+  EXPECT(passed <= kWanted && passed + (64 << 10) > kWanted);
+  // One that waits is behind the large one, and served after it.
+  big.reset();
+  OK(f.store->reserve(64 << 10, Wait{-1}, small_one));
+  EXPECT(done.receive<int>() == 1);
+  EXPECT(exited_well(wait_for(child)));
+  OK(f.store->discard(small_one));
+}
+
+RULE(a_reservation_waits_for_an_entry_of_a_full_table_too) {
+  Options options = small();
+  options.max_objects = 16;
+  Fixture f(options);
+  std::vector<Hold> holds;
+  for (int i = 0; i < 16; ++i) holds.push_back(put(*f.store, 64, i));
+  Draft draft;
+  EXPECT_STATUS(Status::objects_full, f.store->reserve(64, Wait{}, draft));
+  EXPECT_STATUS(Status::objects_full, f.store->reserve(64, Wait{2'000'000}, draft));
+  std::thread later([&] {
+    while (f.stats().counters.full_waits < 2) std::this_thread::yield();
+    holds.pop_back();
+  });
+  OK(f.store->reserve(64, Wait{-1}, draft));
+  later.join();
+  OK(f.store->discard(draft));
 }
 
 RULE(a_dead_waiter_does_not_block_the_queue) {

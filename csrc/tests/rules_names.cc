@@ -66,6 +66,12 @@ RULE(a_late_unlink_spares_the_successor) {  // vllm#57422
   EXPECT_STATUS(Status::superseded, Store::unlink(name));
   go.send(1);
   EXPECT(exited_well(wait_for(child)));
+  // One whose users are dead is debris, whoever made it.
+  EXPECT(was_killed(wait_for(start([&] {
+    auto successor = create(name, small());
+    die();
+  }))));
+  OK(Store::unlink(name));
 }
 
 RULE(an_unlinked_arena_goes_on_for_its_clients) {  // cpython#82300

@@ -87,7 +87,7 @@ def test_timeouts_of_any_size_from_0_to_infinity_are_taken(store: Store) -> None
         assert store.get(store.put(b"x", timeout=timeout), timeout=timeout) == b"x"
 
 
-def test_a_newcomer_does_not_overtake_who_waits() -> None:
+def test_small_puts_pass_a_large_one_that_waits_and_never_starve_it() -> None:
     with temporary_store("8MiB") as store, Puppet() as puppet:
         blocker = store.put(block(6))
 
@@ -99,8 +99,14 @@ def test_a_newcomer_does_not_overtake_who_waits() -> None:
         puppet.begin(wait_for_room, store.name)
         while store.stats().counters.full_waits == 0:
             threading.Event().wait(0.002)
-        with pytest.raises(StoreFull, match="wait for room"):
-            store.put(block(1))  # one MiB is free, but somebody waits for seven
+
+        def put_and_drop(times: int) -> None:
+            for _ in range(times):
+                store.put(block(1))  # one MiB is free, and somebody waits for seven
+
+        put_and_drop(5)
+        with pytest.raises(StoreFull, match="wait for room and come first"):
+            put_and_drop(3)
         del blocker
         assert puppet.result()
 
@@ -155,7 +161,12 @@ def test_tables_have_sizes_and_say_which_is_full() -> None:
         refs = [store.put(i) for i in range(16)]
         with pytest.raises(TableFull, match="object"):
             store.put(17)
-        refs.clear()
+        with pytest.raises(TableFull, match="max_objects"):
+            store.put(17, timeout=0.01)
+        later = threading.Timer(0.05, refs.clear)
+        later.start()
+        assert store.put(17, timeout=60).alive  # as soon as there is a row
+        later.join()
         for i in range(16):
             store.sessions.open(f"s-{i}", owner="me")
         with pytest.raises(TableFull, match="session"):

@@ -360,6 +360,13 @@ class Dispatcher:
         for step in range(self.train_step, self.train_step + usable):
             for task, count in self._split(step)[0].items():
                 targets[task] += count
+        # The batch that is waited for was split when its taker came. Tasks have ended or come back
+        # since, and the split of today may have no need of what the taker lacks.
+        for task in targets:
+            lacking = self.buffer.waiting.lacking(task) if usable else 0
+            if lacking:
+                need = self.buffer.count(task, Status.COMPLETED) + lacking
+                targets[task] = max(targets[task], need)
         return {task: self._shortfall(task, target) for task, target in targets.items()}
 
     def _shortfall(self, task: str, target: int) -> float:

@@ -87,7 +87,7 @@ class ReplayBuffer:
         self._lock = threading.Lock()
         self._next_seq = 0
         self._away = Away(store, owner)
-        self.waiting = Waiting(self._completed, self._fits)
+        self.waiting = Waiting(self._completed, self._fits, self._tell)
         self._listeners: list[Callable[[], None]] = []
         store.sessions.bind(owner, heir=None)
 
@@ -501,6 +501,9 @@ class ReplayBuffer:
 
     def _changed(self) -> None:
         self.waiting.wake()
+        self._tell()
+
+    def _tell(self) -> None:
         for listener in self._listeners:
             listener()
 

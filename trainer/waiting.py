@@ -33,12 +33,18 @@ class Waiting:
     """The two lines, each first come first served.
 
     `completed(task)`: groups that can be taken now. `fits(nbytes)`: whether so much is below the
-    byte limit.
+    byte limit. `taker_waits`: called when a taker has begun to wait.
     """
 
-    def __init__(self, completed: Callable[[str], int], fits: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        completed: Callable[[str], int],
+        fits: Callable[[int], bool],
+        taker_waits: Callable[[], None],
+    ) -> None:
         self._completed = completed
         self._fits = fits
+        self._taker_waits = taker_waits
         self._takers: list[_Taker] = []
         self._putters: list[_Putter] = []
         self._ended: dict[str, str] = {}
@@ -54,7 +60,8 @@ class Waiting:
         taker = _Taker(need, loop.create_future())
         self._takers.append(taker)
         try:
-            self.wake()  # what a taker lacks may pass the byte limit
+            self.wake()  # what a taker lacks may pass the byte limit,
+            self._taker_waits()  # and may be produced beyond it
             while True:
                 await taker.ready
                 if self._can_meet(need):  # false when it expired after the wake-up

@@ -345,6 +345,39 @@ async def test_production_stops_at_the_byte_limit_and_goes_on_when_there_is_room
     assert len(await _draw(dispatcher)) == 1
 
 
+async def test_a_taker_that_begins_to_wait_wakes_a_draw_that_the_byte_limit_held_back(
+    store: Store, traces: TraceStore
+) -> None:
+    dispatcher = _dispatcher(store, m=None, batch_groups=2, max_bytes=1)
+    (one,) = await _draw(dispatcher, 1)
+    await dispatcher.put(_made(traces, one), owner=P)
+    drawing = asyncio.create_task(dispatcher.draw(P))
+    await asyncio.sleep(0)
+    assert not drawing.done()
+    taking = asyncio.create_task(dispatcher.take(1, owner=L))
+    (other,) = await asyncio.wait_for(drawing, 10)
+    await dispatcher.put(_made(traces, other), owner=P)
+    batch = await asyncio.wait_for(taking, 10)
+    assert len(batch.groups) == 2
+    traces.release(batch.session_ids, owner=L)
+
+
+async def test_what_a_taker_lacks_is_produced_also_when_the_split_has_changed_since(
+    store: Store, traces: TraceStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = {task: Questions(task) for task in ("math", "code")}
+    dispatcher = _dispatcher(store, sources=sources, batch_groups=2)
+    monkeypatch.setattr(dispatcher, "_need", lambda step: {"code": 2})
+    taking = asyncio.create_task(dispatcher.take(1, owner=L))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        for work in await asyncio.wait_for(dispatcher.draw(P, 1), 10):
+            await dispatcher.put(_made(traces, work), owner=P)
+    batch = await asyncio.wait_for(taking, 10)
+    assert [group.task for group in batch.groups] == ["code", "code"]
+    traces.release(batch.session_ids, owner=L)
+
+
 async def test_a_dead_part_reaches_a_producer_that_waits_for_work(store: Store) -> None:
     dispatcher = _dispatcher(store)
     await _draw(dispatcher)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import select
 import sys
 import time
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"shmrl store: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
+        return OK
+    except BrokenPipeError:  # the reader of our output has gone (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return OK
     return status
 

@@ -141,3 +141,11 @@ def test_importing_the_store_imports_neither_torch_nor_pyarrow() -> None:
         check=False,
     )
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m shmstore ls --json | true; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

@@ -339,3 +339,19 @@ def test_an_heir_that_nobody_is_bound_to_simply_owns(store: Store) -> None:
         puppet.call(bind, store.name)
         puppet.kill()
     assert store.sessions.owner("s") == "b", "without an explicit sweep"
+
+
+def test_heirs_of_each_other_that_die_together_leave_nothing(store: Store) -> None:
+    def act_as(state: Any, name: str, owner: str, heir: str) -> None:
+        state["store"] = Store.attach(name)
+        state["store"].sessions.open(f"of {owner}", owner)
+        state["store"].sessions.bind(owner, heir=heir)
+
+    with Puppet() as one, Puppet() as other:
+        one.call(act_as, store.name, "a", "b")
+        other.call(act_as, store.name, "b", "a")
+        assert len(store.sessions) == 2
+        other.kill()  # nobody looks, and so repairs, between the two deaths
+        one.kill()
+        assert store.sessions.list() == []
+        assert store.check() == []

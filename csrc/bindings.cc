@@ -39,6 +39,12 @@ void StoreCore::close() noexcept {
   unregister_store(facts_.arena_id, this);
   // A signal handler that runs inside a wait of this thread: that wait ends at once, and closes.
   if (in_use_by_this_thread()) return;
+  // A daemon thread that wanted the GIL back inside a call stays in it: that call never ends, and
+  // what is ours in the arena goes with the process.
+  if (interpreter_exits() && store_->in_calls()) {
+    (void)store_.release();
+    return;
+  }
   ++users_;
   {
     // Waits for calls of other threads, and those may want the GIL to run signal handlers.
@@ -291,5 +297,5 @@ NB_MODULE(_core, module) {
   bind_objects(type);
   bind_sessions(type);
   bind_copy(module);
-  bind_waits(module);
+  bind_waits();
 }

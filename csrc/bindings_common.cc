@@ -88,6 +88,7 @@ const char* error_class_of(Status status) {
 // g_callbacks: either a callback sees the flag, or the hook sees the callback and lets it finish.
 std::atomic<bool> g_exiting{false};
 std::atomic<int> g_callbacks{0};
+thread_local int t_callbacks = 0;  // this thread's share of g_callbacks
 pthread_t g_exiting_thread;
 
 bool interpreter_goes_without_us() noexcept {
@@ -117,6 +118,7 @@ void enter_python(void* state) noexcept {
 // Ends a wait when a Python signal handler raised (Ctrl-C), or when the interpreter goes. Called
 // without the GIL.
 bool signal_raised(void*) {
+  ++t_callbacks;
   g_callbacks.fetch_add(1, std::memory_order_seq_cst);
   bool raised = true;
   if (!interpreter_goes_without_us()) {
@@ -124,6 +126,7 @@ bool signal_raised(void*) {
     raised = PyErr_CheckSignals() != 0 || StoreCore::Use::of_closed();
   }
   g_callbacks.fetch_sub(1, std::memory_order_seq_cst);
+  --t_callbacks;
   return raised;
 }
 
@@ -136,7 +139,12 @@ void begin_exit() {
   while (g_callbacks.load(std::memory_order_seq_cst) > 0) sched_yield();
 }
 
+// The callbacks of the parent's other threads do not end here; a signal handler may fork, too.
+void forget_callbacks_of_others() { g_callbacks.store(t_callbacks, std::memory_order_seq_cst); }
+
 }  // namespace
+
+bool interpreter_exits() noexcept { return g_exiting.load(std::memory_order_seq_cst); }
 
 WithoutGil::~WithoutGil() { enter_python(state_); }
 
@@ -222,8 +230,9 @@ bool parse_flag(nb::handle flag, const char* what) {
   return flag.ptr() == Py_True;
 }
 
-void bind_waits(nb::module_&) {
+void bind_waits() {
   set_wait_hooks({&leave_python, &enter_python});
+  ::pthread_atfork(nullptr, nullptr, &forget_callbacks_of_others);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&begin_exit));
 }
 

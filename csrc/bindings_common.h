@@ -46,7 +46,10 @@ bool parse_flag(nb::handle flag, const char* what);
 nb::object to_str(std::string_view text);
 
 // Makes the core let go of the GIL where it waits, and the interpreter's end wait for nobody here.
-void bind_waits(nb::module_& module);
+void bind_waits();
+
+// From the atexit hook of bind_waits on: other threads that want the GIL back never return.
+bool interpreter_exits() noexcept;
 
 // Runs without the GIL while it lives. A daemon thread whose interpreter goes away meanwhile stays
 // here for ever: taking the GIL back would unwind through frames that cannot be unwound, and abort.

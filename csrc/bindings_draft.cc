@@ -65,6 +65,7 @@ StoreCore& store_of_draft(DraftObject* object) {
 void require_open_draft(DraftObject* object) {
   if (object->sealed || object->dropped)
     raise("BadValue", object->sealed ? "the draft is sealed already" : "the draft was discarded");
+  if (!object->draft) raise("BadValue", "another thread seals this draft");
 }
 
 // The draft is taken out of the object while the core works on it: the call may wait without the
@@ -86,9 +87,9 @@ PyObject* draft_seal(PyObject* self, PyObject*) {
       object->dropped = true;
     else
       object->draft = std::move(draft);  // what is left of it
+    if (object->view != nullptr) object->kept = std::move(kept);
     require(status);
     object->sealed = true;
-    if (object->view != nullptr) object->kept = std::move(kept);
     return new_ref(ref, std::move(hold),
                    parsed ? static_cast<std::int64_t>(header.payload_bytes) : object->size);
   });
@@ -98,6 +99,7 @@ PyObject* draft_discard(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     DraftObject* object = as_draft(self);
     if (object->sealed || object->dropped) Py_RETURN_NONE;
+    require_open_draft(object);  // not while another thread seals it: the seal may succeed
     const StoreCore::Use store(store_of_draft(object));
     object->dropped = true;
     if (object->view == nullptr) {

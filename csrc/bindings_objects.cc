@@ -231,23 +231,25 @@ class SourceBuffer {
 
 // A draft with a header and buffers behind each other. The caller's header leaves the length open.
 Draft gather(const Target& target, nb::handle head, nb::handle parts, std::size_t& payload_bytes) {
-  const nb::object items = nb::steal(PySequence_Fast(parts.ptr(), ""));
+  // A tuple of our own: to ask a part for its buffer may run Python, which may change a list.
+  const nb::object items = nb::steal(PySequence_Tuple(parts.ptr()));
   if (!items.is_valid()) {
     PyErr_Clear();
     raise("BadValue", std::string("the parts must be a sequence of buffers, not ") +
                           Py_TYPE(parts.ptr())->tp_name);
   }
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
+  const Py_ssize_t count = PyTuple_GET_SIZE(items.ptr());
   std::vector<SourceBuffer> sources;
   sources.reserve(static_cast<std::size_t>(count));
   payload_bytes = 0;
   for (Py_ssize_t i = 0; i < count; ++i) {
-    sources.emplace_back(PySequence_Fast_GET_ITEM(items.ptr(), i));
+    sources.emplace_back(PyTuple_GET_ITEM(items.ptr(), i));
     payload_bytes += sources.back().size();
   }
   const SourceBuffer header(head);
   ValueHeader first;
-  if (!read_head(static_cast<const std::byte*>(header.data()), header.size(), first))
+  if (!read_head(static_cast<const std::byte*>(header.data()), header.size(), first) ||
+      first.header_bytes != header.size())
     raise("BadValue", "the head is no value header; see shmstore.headers");
   Draft draft = reserve(target, header.size() + payload_bytes);
   std::byte* at = draft.data();

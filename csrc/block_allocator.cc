@@ -319,7 +319,7 @@ AllocateResult allocate_block(Arena& arena, const Txn& txn, std::uint64_t size, 
 }
 
 void free_block(Arena& arena, const Txn& txn, std::uint64_t size, const Block& block) {
-  txn.wake_head();
+  txn.wake_queue();
   if (block.slot != kNoSlabSlot) {
     if (size > kSlabObjectMax) throw_corrupt("the size of a small object", size);
     free_slot(arena, txn, class_of(size), block);

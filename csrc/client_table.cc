@@ -93,7 +93,7 @@ void clear_waiters(Arena& arena, const Txn& txn, const ClientMask& gone) {
     if (w.ticket.get() == 0 || (gone[slot / 64] >> (slot % 64) & 1) == 0) continue;
     w.ticket.set(txn, 0);
     h.waiters.add(txn, static_cast<std::uint64_t>(-1));
-    txn.wake_head();  // the next in the queue may be first now
+    txn.wake_queue();  // those that were behind look again
   }
 }
 

@@ -139,11 +139,17 @@ struct alignas(64) ClientEntry {
 };
 static_assert(sizeof(ClientEntry) == 64);
 
+namespace wake {
+inline constexpr std::uint32_t kAsleep = 0;
+inline constexpr std::uint32_t kLook = 1;
+inline constexpr std::uint32_t kGone = 2;  // left without the lock: a free entry, but for the count
+}  // namespace wake
+
 struct WaiterEntry {
   Cell<std::uint64_t> ticket;  // T: 0: free; the lowest is the head of the queue
   Cell<std::uint64_t> size;
   Cell<std::uint32_t> slot;    // T: who waits
-  Shared<std::uint32_t> wake;  // futex: 0 asleep, 1 look again
+  Shared<std::uint32_t> wake;  // futex: one of wake::*
   Cell<std::uint64_t> passed;  // bytes that smaller reservations took ahead of it
 };
 static_assert(sizeof(WaiterEntry) == 32);

@@ -57,7 +57,7 @@ bool end_if_unheld(Arena& arena, const Txn& txn, std::uint32_t index) {
   if (any_bit(e.holds)) return false;
   std::uint64_t const generation = generation_of(word);
   if (state_of(word) == os::kSealed) {
-    // seq_cst: partner of a holder's fetch_or-then-load (process_arena.cc). Whoever sees ENDING
+    // seq_cst: partner of a holder's fetch_or-then-load (process_refs.cc). Whoever sees ENDING
     // there takes its bit back and comes again under the lock.
     if (!e.state.compare_exchange(word, object_word(generation, os::kEnding),
                                   std::memory_order_seq_cst))
@@ -138,7 +138,7 @@ bool end_object(Arena& arena, const Txn& txn, std::uint32_t index) {
   std::uint64_t word = e.state.load(std::memory_order_relaxed);
   do {
     if (!is_live_state(state_of(word))) return false;
-    // seq_cst: partner of a reader's set-pin-then-look (process_arena.cc).
+    // seq_cst: partner of a reader's set-pin-then-look (process_refs.cc).
   } while (!e.state.compare_exchange(word, object_word(generation_of(word), os::kDoomed),
                                      std::memory_order_seq_cst));
   if ((word & os::kWaiters) != 0) wake_seal_waiters(e);

@@ -3,7 +3,7 @@
 // Owns ObjectEntry and the free list of entries. Promises:
 //   * An object ends exactly once; its bytes return when no pin is left, and never earlier.
 //   * Generations come from one counter that only grows, so no two objects of an arena share one.
-// Hold and pin bits are changed lock-free (process_arena.cc). Two rules make that safe:
+// Hold and pin bits are changed lock-free (process_refs.cc). Two rules make that safe:
 //   * setter: set the bit, then look at the state; ender: change the state, then look at the bits.
 //     Both sides are sequentially consistent, so at least one sees the other.
 //   * who clears the last bit of an object that has no other reason to exist settles it, with the
@@ -28,7 +28,7 @@ inline std::uint64_t object_word(std::uint64_t generation, std::uint64_t state) 
 }
 
 inline bool any_bit(const Shared<std::uint64_t> (&words)[kMaskWords]) noexcept {
-  // seq_cst: partner of the fetch_or in process_arena.cc (rule above).
+  // seq_cst: partner of the fetch_or in process_refs.cc (rule above).
   std::uint64_t seen = 0;
   for (const auto& word : words) seen |= word.load(std::memory_order_seq_cst);
   return seen != 0;

@@ -137,7 +137,9 @@ Status ProcessArena::unlink(const std::string& name, const std::string& director
   if (!file_id(path, id)) throw not_found(directory, name);
   if (auto const known = registry().last_ids.find(path); known != registry().last_ids.end()) {
     ArenaInfo const there = inspect(directory, name);
-    if (there.live_clients > 0 && there.status == Status::ok && there.arena_id != known->second)
+    bool const another = there.status == Status::layout_mismatch ||
+                         (there.status == Status::ok && there.arena_id != known->second);
+    if (there.live_clients > 0 && another)
       throw Failure(Status::superseded,
                     "the name \"" + name +
                         "\" now belongs to a newer arena than the one this process "

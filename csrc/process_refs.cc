@@ -80,7 +80,7 @@ void ProcessArena::settle_quietly(std::uint32_t index) noexcept {
   try {
     settle(index);
   } catch (const Failure&) {
-    // Destructors come here: nobody to tell. The next sweep of this client settles the object.
+    // Destructors come here: nobody to tell. The object stays until this client leaves or is swept.
   }
 }
 

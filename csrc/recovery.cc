@@ -161,7 +161,7 @@ void recover(Arena& arena, const Txn& txn) {
   arena.header().recoveries.add(txn, 1);
   redo_journal(arena, txn);
   rebuild(arena, txn);
-  txn.wake_head();
+  txn.wake_queue();
 }
 
 }  // namespace shmrl

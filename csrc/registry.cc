@@ -10,6 +10,8 @@
 namespace shmrl {
 namespace {
 
+// Not solved: os.fork keeps the GIL here. Where another thread closes an arena at that moment, and
+// the close waits for a call that wants the GIL back, none of the three goes on.
 void prepare_fork() { registry().mutex.lock(); }
 void after_fork_parent() { registry().mutex.unlock(); }
 

@@ -2,8 +2,9 @@
 //
 // Owns the list of ProcessArenas and the descriptors of name locks. Its mutex guards every opening
 // and closing of an arena, and every look at another's lock file: closing a second descriptor of a
-// lock file would drop this process's locks (POSIX). Waiting for another process under the mutex
-// is allowed in one place only, the close of an arena (process_arena.cc).
+// lock file would drop this process's locks (POSIX). Waiting for others under the mutex is allowed
+// only where an arena is left: the close (process_arena.cc) and the end of the last view of a
+// closed one (process_refs.cc).
 //
 // Never destroyed: destructors of Python objects may run after ours. For csrc/ below the facade.
 #pragma once

@@ -6,9 +6,13 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <exception>
+#include <utility>
 
+#include "block_allocator.h"
 #include "recovery.h"
 
 namespace shmrl {
@@ -87,22 +91,29 @@ void release_lock(Arena& arena) noexcept {
     futex_wake(arena.header().lock.address(), 1);
 }
 
-// Wakes whoever is first in the queue for space. The lock is held; the futex call is made here
-// because it is rare and cheap compared with the wait that it ends.
-void wake_queue_head(Arena& arena) noexcept {
-  std::uint32_t head = kNil;
-  std::uint64_t lowest = UINT64_MAX;
+// Wakes those in the queue for space that the rule of store_reservation.cc lets take some: the
+// first, and whoever may pass all ahead of it. The lock is held; the futex calls are made here
+// because they are rare and cheap compared with the waits that they end.
+void wake_queue(Arena& arena) noexcept {
+  std::array<std::pair<std::uint64_t, WaiterEntry*>, kWaitersMax> queue;
+  std::size_t count = 0;
   for (std::uint32_t i = 0; i < kWaitersMax; ++i) {
-    std::uint64_t const ticket = arena.waiter(i).ticket.get();
-    if (ticket != 0 && ticket < lowest) {
-      lowest = ticket;
-      head = i;
-    }
+    WaiterEntry& w = arena.waiter(i);
+    if (w.ticket.get() != 0 && w.wake.load(std::memory_order_relaxed) != wake::kGone)
+      queue[count++] = {w.ticket.get(), &w};
   }
-  if (head == kNil) return;
-  // Release: pairs with the acquire load in the waiter's loop (store.cc).
-  arena.waiter(head).wake.store(1, std::memory_order_release);
-  futex_wake(arena.waiter(head).wake.address(), 1);
+  std::sort(queue.begin(), queue.begin() + static_cast<std::ptrdiff_t>(count));
+  std::uint64_t room = UINT64_MAX;  // what may still pass those that came before
+  for (std::size_t i = 0; i < count; ++i) {
+    WaiterEntry& w = *queue[i].second;
+    std::uint32_t asleep = wake::kAsleep;
+    // Release: pairs with the acquire load in QueuePlace::sleep. Not a store: the waiter may leave
+    // at this moment, without the lock.
+    if (block_bytes(w.size.get()) <= room &&
+        w.wake.compare_exchange(asleep, wake::kLook, std::memory_order_release))
+      futex_wake(w.wake.address(), 1);
+    room = std::min(room, w.size.get() - std::min(w.size.get(), w.passed.get()));
+  }
 }
 
 }  // namespace
@@ -189,7 +200,7 @@ Txn::~Txn() {
   keep_program_order();
   if (std::uncaught_exceptions() == exceptions_)
     arena_.header().dirty.store(0, std::memory_order_relaxed);
-  if (wake_head_ && arena_.header().waiters.get() != 0) wake_queue_head(arena_);
+  if (wake_queue_ && arena_.header().waiters.get() != 0) shmrl::wake_queue(arena_);
   if (owns_lock_) release_lock(arena_);
 }
 

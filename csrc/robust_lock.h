@@ -73,8 +73,9 @@ class Txn {
   Txn(const Txn&) = delete;
   Txn& operator=(const Txn&) = delete;
 
-  // Bytes came back: the head of the queue for space is woken when the lock is let go.
-  void wake_head() const noexcept { wake_head_ = true; }
+  // Bytes or a place came back: when the lock is let go, those in the queue for space that may take
+  // some are woken.
+  void wake_queue() const noexcept { wake_queue_ = true; }
 
  private:
   friend class ReadLock;
@@ -83,7 +84,7 @@ class Txn {
   Arena& arena_;
   int exceptions_;
   bool owns_lock_ = true;
-  mutable bool wake_head_ = false;
+  mutable bool wake_queue_ = false;
 };
 
 }  // namespace shmrl

@@ -186,6 +186,8 @@ bool Store::is_open() const noexcept {
          arena_->usable.load(std::memory_order_seq_cst);
 }
 
+bool Store::in_calls() const noexcept { return arena_->active.load(std::memory_order_seq_cst) > 0; }
+
 std::uint64_t Store::arena_id() const noexcept { return arena_->arena.id(); }
 const std::string& Store::name() const noexcept { return arena_->arena.name; }
 const std::string& Store::path() const noexcept { return arena_->arena.path; }

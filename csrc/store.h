@@ -10,7 +10,9 @@
 //   * Hold, Pin and Draft are safe to destroy at any time in any order, also after Store::close(),
 //     after the Store itself, in a fork child, and while the process exits.
 // Called by: csrc/bindings*.cc, csrc/tests. Bindings drop the GIL around every call that takes a
-// Wait with a non-zero time-out, and around copy_in() of large buffers; all others are short.
+// Wait with a non-zero time-out, and around copy_in() of large buffers. The others are short,
+// except where they meet a lock that is not free: the core itself lets go of the GIL there
+// (Outside).
 #pragma once
 
 #include <atomic>
@@ -177,6 +179,8 @@ class Store {
   // closes; live pins and drafts keep the client joined (not usable) until they go.
   void close() noexcept;
   bool is_open() const noexcept;  // false also in a fork child
+  // Whether any thread is inside a call on this arena now: close() would wait for it.
+  bool in_calls() const noexcept;
 
   std::uint64_t arena_id() const noexcept;
   const std::string& name() const noexcept;

@@ -53,14 +53,12 @@ Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent, Pin* keep,
       }
     }
     ProcessArena* const owner = std::exchange(draft.arena_, nullptr);
-    if (!sealed) {
-      owner->drop(draft.ref_, draft.epoch_);
-      owner->unpin(draft.ref_, true);
-      return fail(Status::freed, "the object was freed while it was being built");
-    }
     ClientEntry& me = arena.client(arena.slot());
-    me.puts.fetch_add(1, std::memory_order_relaxed);  // figures
-    if (keep != nullptr) {
+    if (sealed)
+      me.puts.fetch_add(1, std::memory_order_relaxed);  // figures
+    else
+      owner->drop(draft.ref_, draft.epoch_);
+    if (keep != nullptr) {  // freed or not: whoever asked for it may still write to the bytes
       me.drafts.fetch_add(static_cast<std::uint64_t>(-1), std::memory_order_relaxed);
       keep->reset();
       keep->arena_ = owner;
@@ -70,6 +68,7 @@ Status Store::seal(Draft& draft, Hold* hold, std::int32_t parent, Pin* keep,
     } else {
       owner->unpin(draft.ref_, true);
     }
+    if (!sealed) return fail(Status::freed, "the object was freed while it was being built");
     if (hold == nullptr) {
       owner->drop(draft.ref_, draft.epoch_);
       return Status::ok;

@@ -31,11 +31,14 @@ class QueuePlace {
     Header& h = arena_.header();
     for (std::uint32_t i = 0; i < kWaitersMax; ++i) {
       WaiterEntry& w = arena_.waiter(i);
-      if (w.ticket.get() != 0) continue;
+      if (w.ticket.get() != 0) {
+        if (w.wake.load(std::memory_order_relaxed) != wake::kGone) continue;
+        remove(txn, w);
+      }
       w.size.set(txn, size);
       w.passed.set(txn, 0);
       w.slot.set(txn, arena_.slot());
-      w.wake.store(0, std::memory_order_relaxed);
+      w.wake.store(wake::kAsleep, std::memory_order_relaxed);
       std::uint64_t const ticket = h.next_ticket.get();
       h.next_ticket.set(txn, ticket + 1);
       w.ticket.set(txn, ticket);  // commits
@@ -48,28 +51,40 @@ class QueuePlace {
   }
   void give_up(const Txn& txn) {
     if (!taken()) return;
-    arena_.waiter(index_).ticket.set(txn, 0);
-    arena_.header().waiters.add(txn, static_cast<std::uint64_t>(-1));
+    remove(txn, arena_.waiter(index_));
     index_ = kNil;
-    txn.wake_head();  // whoever is first now looks again
+    txn.wake_queue();  // those that were behind look again
+  }
+  // Without the lock, when it cannot be had: the next that needs an entry clears this one away.
+  void abandon() noexcept {
+    if (!taken()) return;
+    // Relaxed: nothing else is published; who reads it too early looks again at its next probe.
+    arena_.waiter(index_).wake.store(wake::kGone, std::memory_order_relaxed);
+    index_ = kNil;
   }
   // Before letting the lock go to sleep: a wake-up from now on is not missed.
-  void arm() { arena_.waiter(index_).wake.store(0, std::memory_order_relaxed); }
+  void arm() { arena_.waiter(index_).wake.store(wake::kAsleep, std::memory_order_relaxed); }
   FutexResult sleep(std::int64_t timeout_ns) {
-    // Acquire: pairs with the release in wake_queue_head().
-    if (arena_.waiter(index_).wake.load(std::memory_order_acquire) != 0)
+    // Acquire: pairs with the release in wake_queue().
+    if (arena_.waiter(index_).wake.load(std::memory_order_acquire) != wake::kAsleep)
       return FutexResult::woken_or_changed;
-    return futex_wait(arena_.waiter(index_).wake.address(), 0, timeout_ns);
+    return futex_wait(arena_.waiter(index_).wake.address(), wake::kAsleep, timeout_ns);
   }
 
  private:
+  void remove(const Txn& txn, WaiterEntry& w) {
+    w.ticket.set(txn, 0);
+    arena_.header().waiters.add(txn, static_cast<std::uint64_t>(-1));
+  }
   template <class Visit>
   void for_each_ahead(Visit visit) const {
     if (arena_.header().waiters.get() == 0) return;
     std::uint64_t const mine = taken() ? arena_.waiter(index_).ticket.get() : UINT64_MAX;
     for (std::uint32_t i = 0; i < kWaitersMax; ++i) {
       WaiterEntry& w = arena_.waiter(i);
-      if (w.ticket.get() != 0 && w.ticket.get() < mine) visit(w);
+      if (w.ticket.get() != 0 && w.ticket.get() < mine &&
+          w.wake.load(std::memory_order_relaxed) != wake::kGone)
+        visit(w);
     }
   }
 
@@ -91,7 +106,7 @@ class Reservation {
       leave_queue();
       return status;
     } catch (...) {
-      leave_queue();
+      place_.abandon();  // it may be the lock that is not to be had: no second wait for it
       throw;
     }
   }

@@ -49,6 +49,16 @@ RULE(a_name_in_use_is_refused_and_debris_is_replaced) {  // iceoryx#653
   OK(Store::unlink(name));
 }
 
+// Returns what was there.
+std::uint64_t patch_file(const std::string& path, off_t at, std::uint64_t value) {
+  int const fd = ::open(path.c_str(), O_RDWR);
+  std::uint64_t old = 0;
+  EXPECT(::pread(fd, &old, sizeof old, at) == sizeof old);
+  EXPECT(::pwrite(fd, &value, sizeof value, at) == sizeof value);
+  ::close(fd);
+  return old;
+}
+
 RULE(a_late_unlink_spares_the_successor) {  // vllm#57422
   std::string const name = unique_name("late");
   auto store = create(name, small());
@@ -64,6 +74,9 @@ RULE(a_late_unlink_spares_the_successor) {  // vllm#57422
   });
   ready.receive<int>();
   EXPECT_STATUS(Status::superseded, Store::unlink(name));
+  std::uint64_t const version = patch_file(store->path(), 8, layout_version() + 7);
+  EXPECT_STATUS(Status::superseded, Store::unlink(name));  // one of another layout is spared, too
+  patch_file(store->path(), 8, version);
   go.send(1);
   EXPECT(exited_well(wait_for(child)));
   // One whose users are dead is debris, whoever made it.
@@ -263,14 +276,7 @@ RULE(damaged_files_are_refused) {
   std::vector<ArenaInfo> const all = folder.list();
   EXPECT(all.size() == 1 && all[0].name == name);
   std::string const path = all[0].path;
-  auto patch = [&](off_t at, std::uint64_t value) {
-    int const fd = ::open(path.c_str(), O_RDWR);
-    std::uint64_t old = 0;
-    EXPECT(::pread(fd, &old, sizeof old, at) == sizeof old);
-    EXPECT(::pwrite(fd, &value, sizeof value, at) == sizeof value);
-    ::close(fd);
-    return old;
-  };
+  auto patch = [&](off_t at, std::uint64_t value) { return patch_file(path, at, value); };
   std::unique_ptr<Store> store;
   std::uint64_t old = patch(0, 42);
   EXPECT_STATUS(Status::corrupt, Store::attach(name, there, store));

@@ -35,6 +35,7 @@ from shmstore import (
     _core,
     doctor,
     errors,
+    headers,
     usage,
 )
 from shmstore.testing import Puppet, temporary_store, unique_name
@@ -170,6 +171,7 @@ def test_a_timeout_is_a_number_of_seconds_and_nothing_happens_without(
 
 
 # What is called, with what, and which class says so. "s" is a live session of "o"; REF is live.
+LONG_HEAD = headers.pack(headers.Kind.BYTES, 1) + bytes(64)  # longer than it says
 WRONG_CALLS: list[tuple[str, Callable[[Store, ObjectRef], Any], type[StoreError]]] = [
     ("transfer 5", lambda s, r: s.sessions.transfer(_any(5), "o", "p"), BadValue),
     ("transfer None", lambda s, r: s.sessions.transfer(_any(None), "o", "p"), BadValue),
@@ -236,6 +238,7 @@ WRONG_CALLS: list[tuple[str, Callable[[Store, ObjectRef], Any], type[StoreError]
     ("reserve a text", lambda s, r: s.reserve(_any("x")), BadValue),
     ("put_parts 5", lambda s, r: s.put_parts(bytes(64), _any(5)), BadValue),
     ("put_parts junk", lambda s, r: s.put_parts(b"x" * 64, [b"1"]), BadValue),
+    ("put_parts long", lambda s, r: s.put_parts(LONG_HEAD, [b"1"]), BadValue),
     ("put_parts [5]", lambda s, r: s.put_parts(bytes(64), [_any(5)]), NotStorable),
     ("put_stream None", lambda s, r: s.put_stream(_any(None)), BadValue),
     ("put_stream sort 5", lambda s, r: s.put_stream([], sort=_any(5)), BadValue),

@@ -191,6 +191,26 @@ def test_a_fork_in_this_process_leaves_the_parent_whole(store: Store) -> None:
     assert store.get(ref) == b"parent"
 
 
+def test_a_child_forked_while_a_thread_looks_for_signals_ends_by_itself(store: Store) -> None:
+    result = run_script(
+        "import os, signal, sys, threading, time, warnings\n"
+        "from shmstore import Store\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)  # a fork beside threads\n"
+        "store = Store.attach(sys.argv[1]); draft = store.build(10)\n"
+        "def wait(): store.get(draft.ref, timeout=float('inf'))\n"
+        "threading.Thread(target=wait, daemon=True).start(); threading.Event().wait(0.2)\n"
+        "sys.setswitchinterval(60)  # the waiter, which looks for signals, does not get the GIL\n"
+        "end = time.monotonic() + 0.2\n"
+        "while time.monotonic() < end: pass\n"
+        "child = os.fork()\n"
+        "if child == 0: signal.alarm(30); sys.exit(0)\n"
+        "sys.exit(os.waitpid(child, 0)[1] != 0)\n",
+        store.name,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    store.sweep()
+
+
 def test_threads_of_one_process_share_the_arena(store: Store) -> None:
     errors: list[BaseException] = []
 

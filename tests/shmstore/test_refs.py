@@ -248,6 +248,23 @@ def test_a_view_that_outlives_the_seal_never_touches_another_object(store: Store
     assert store.stats().used == 0
 
 
+def test_a_view_of_a_draft_that_was_freed_unsealed_never_touches_another_object(
+    store: Store,
+) -> None:
+    draft = store.build(4096, "u1")
+    piece = draft.array[10:20]
+    assert store.free(draft.ref) == 1
+    with pytest.raises(ObjectFreed):
+        draft.seal()
+    others = [store.put(np.zeros(4096, "u1")) for _ in range(50)]
+    piece[...] = 9  # legal: the slice was made while the draft was writable
+    assert all(int(store.get(other).sum()) == 0 for other in others)
+    del piece, draft, others
+    gc.collect()
+    stats = store.stats()
+    assert (stats.used, stats.building, stats.pinned) == (0, 0, 0)
+
+
 def test_a_block_that_raises_discards_the_draft_even_with_views_alive(store: Store) -> None:
     kept: list[Any] = []
     draft = store.build(4096, "u1")

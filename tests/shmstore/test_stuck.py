@@ -7,6 +7,9 @@ nearly all the time, and is stopped until it is caught inside.
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +18,7 @@ import pytest
 
 from shmstore import BadValue, ObjectRef, Store, StoreFull, StoreStuck
 from shmstore.testing import Puppet, temporary_store
-from tests.shmstore.support import attach
+from tests.shmstore.support import ROOT, attach
 
 LIMIT_S = 0.1
 OBJECTS = 20_000
@@ -178,3 +181,84 @@ def test_a_full_arena_and_a_stopped_process_are_told_apart() -> None:
 def test_a_lock_limit_is_a_number_of_seconds(limit: Any) -> None:
     with temporary_store("1MiB") as store, pytest.raises(BadValue, match="lock_limit_s"):
         Store.attach(store.name, lock_limit_s=limit)
+
+
+def test_a_reservation_that_the_stopped_process_drove_out_of_the_queue_holds_up_nobody() -> None:
+    with temporary_store("8MiB", max_objects=OBJECTS + 100, lock_limit_s=LIMIT_S) as store:
+        kept = [store.put(b"") for _ in range(OBJECTS)]
+        filler = store.put(bytes(4 << 20))
+        driven_out: list[bool] = []
+
+        def wait_for_room() -> None:
+            driven_out.append(refused(lambda: store.put(bytes(3 << 20), timeout=60)))
+
+        waiter = threading.Thread(target=wait_for_room)
+        waiter.start()
+        while store.stats().counters.full_waits == 0:
+            threading.Event().wait(0.002)
+        with stopped_inside(store):
+            waiter.join()
+        assert driven_out == [True]
+        for _ in range(10):  # more bytes than might have passed it, had it stayed
+            assert store.put(bytes(1 << 20)).alive
+        with pytest.raises(StoreFull):  # takes a place in the queue, and so clears the other away
+            store.put(bytes(3 << 20), timeout=0.01)
+        assert store.check() == []
+        del kept, filler
+
+
+def test_a_draft_that_another_thread_seals_is_taken() -> None:
+    with temporary_store("32MiB", max_objects=OBJECTS + 100, lock_limit_s=LIMIT_S) as store:
+        kept = [store.put(b"") for _ in range(OBJECTS)]
+        store.sessions.open("s", owner="o")
+        draft = store.reserve(4, session="s")
+        taken = False
+        with stopped_inside(store):
+            for _ in range(TRIES):
+                sealer = threading.Thread(target=refused, args=(draft.seal,))
+                sealer.start()
+                while sealer.is_alive() and not taken:
+                    try:
+                        draft.view()
+                    except BadValue:
+                        taken = True
+                sealer.join()
+                if taken:
+                    break
+        assert taken
+        assert draft.seal().alive  # it was given back when the seal failed
+        store.sessions.release(["s"], "o")
+        del kept
+
+
+def test_the_interpreter_ends_while_a_daemon_thread_waits_for_the_stopped_process() -> None:
+    script = (
+        "import atexit, sys, threading\n"
+        "atexit.register(lambda: store.close())  # registered first, so it runs last\n"
+        "from shmstore import Store\n"
+        "store = Store.attach(sys.argv[1], lock_limit_s=1)\n"
+        "print('attached', flush=True); sys.stdin.readline()\n"
+        "threading.Thread(target=store.stats, daemon=True).start()\n"
+        "threading.Event().wait(0.3)\n"
+    )
+    with temporary_store("32MiB", max_objects=OBJECTS + 100, lock_limit_s=LIMIT_S) as store:
+        kept = [store.put(b"") for _ in range(OBJECTS)]
+        with subprocess.Popen(
+            [sys.executable, "-c", script, store.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "attached\n"
+            with stopped_inside(store):
+                try:
+                    _, errors = process.communicate("go\n", timeout=60)
+                finally:
+                    process.kill()
+        assert (process.returncode, errors) == (0, "")
+        store.sweep()
+        assert store.stats().clients == 1
+        del kept

@@ -39,6 +39,7 @@ from .errors import (
     RuntimeClosed,
     SpawnDied,
     SpawnFailed,
+    TemplateDied,
     UsageError,
     WouldBlockLoop,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "SpawnDied",
     "SpawnFailed",
     "Team",
+    "TemplateDied",
     "UsageError",
     "WouldBlockLoop",
     "current",

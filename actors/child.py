@@ -151,8 +151,10 @@ async def serve(request: dict[str, Any], sock: socket.socket, host: Host) -> int
             done.set_result(code)
 
     def lost(node_uid: int, why: str) -> None:
-        if node_uid != AGENT or request["detached"] or done.done():
+        if node_uid != AGENT or done.done():
             return
+        if request["detached"] and agent.actor is not None:
+            return  # it lives on; one that was never made has nobody who knows of it
         if host.own_process:
             os._exit(_EXIT_ORPHANED)
         end(_EXIT_ORPHANED)

@@ -78,7 +78,6 @@ class Client:
         reservation. Arguments of `__init__` that have one of these names are passed by position.
         Raises SpawnFailed, PlacementError, NameTaken, NotSerializable.
         """
-        _check_words(cls, kwargs)
         spec = self._spec(
             cls, args, kwargs, name=name, restart=restart, gpus=gpus, cpus=cpus, env=env, cwd=cwd,
             log=log, memory=memory, detached=detached, within=within,
@@ -128,10 +127,13 @@ class Client:
     ) -> Spec:
         if not isinstance(cls, type):
             raise UsageError(f"an actor is made of a class, got {cls!r}; host() takes objects")
+        _check_words(cls, kwargs if kwargs is not None else rest)
         if restart is not None and not isinstance(restart, Restart):
             raise UsageError(f"restart is an actors.Restart(max=, within=), got {restart!r}")
         if name is not None:
             check_name("the name of an actor", name)
+        if env is not None and not isinstance(env, Mapping):
+            raise UsageError(f"env maps text to text, got {env!r}")
         for key, value in (env or {}).items():
             if not isinstance(key, str) or not isinstance(value, str):
                 raise UsageError(f"env maps text to text, got {key!r}: {value!r}")

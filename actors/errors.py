@@ -20,6 +20,7 @@ raise these; users catch `ActorError` or one of its leaves.
     ├── NameTaken              a live actor has that name already
     ├── RunExists              a live run has that name already
     ├── RuntimeClosed          the runtime is not, or no longer, running
+    │   └── TemplateDied       ... of which the process that forks actors died, again and again
     ├── NotInActor             `actors.current()` outside an actor
     ├── UsageError             an argument that the runtime does not accept (also a ValueError)
     ├── WouldBlockLoop         a blocking call on the thread that has to serve it
@@ -50,6 +51,7 @@ __all__ = [
     "RuntimeClosed",
     "SpawnDied",
     "SpawnFailed",
+    "TemplateDied",
     "UsageError",
     "WouldBlockLoop",
 ]
@@ -151,6 +153,11 @@ class RunExists(ActorError):
 
 class RuntimeClosed(ActorError):
     """The runtime was not entered yet, or has been left."""
+
+
+class TemplateDied(RuntimeClosed):
+    """The process that forks actors died before it had said that it forked this one. If it had, the
+    new process ends by itself. The runtime tries a few more of its kind before it raises this."""
 
 
 class NotInActor(ActorError):

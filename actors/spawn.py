@@ -18,17 +18,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .errors import RuntimeClosed, UsageError
+from .errors import SpawnFailed, TemplateDied, UsageError
 from .template import REQUEST_BYTES_MAX, kill_group
 
-__all__ = ["Spawner", "TemplateDied", "import_hints"]
+__all__ = ["Spawner", "import_hints"]
 
 _MESSAGE_BYTES = 4096
 _EXIT_WAIT_S = 5.0
-
-
-class TemplateDied(RuntimeClosed):
-    """The template died before it had said that it forked: nothing was started, or lives on."""
 
 
 class Spawner:
@@ -48,6 +44,8 @@ class Spawner:
         self._tickets = itertools.count(1)
         self._forking: dict[int, asyncio.Future[int]] = {}
         self._pids: set[int] = set()
+        self._sending = asyncio.Lock()  # one request at a time waits for room in the socket
+        self._room: asyncio.Future[None] | None = None  # what it waits for
 
     def start(self) -> None:
         """Start the template; it warms up while the driver goes on."""
@@ -68,7 +66,10 @@ class Spawner:
         self._loop.add_reader(ours.fileno(), self._on_readable)
 
     async def fork(self, request: dict[str, Any], fds: list[int]) -> int:
-        """A new actor process with these descriptors; its pid. The caller closes its own copies."""
+        """A new actor process with these descriptors; its pid. The caller closes its own copies.
+
+        Raises TemplateDied, and SpawnFailed when the system refuses another process.
+        """
         if self._sock is None:
             self.start()
         assert self._sock is not None
@@ -79,32 +80,50 @@ class Spawner:
                 f"sys.path, env and names of an actor take {len(data)} bytes, at most"
                 f" {REQUEST_BYTES_MAX}; pass large values as arguments"
             )
+        await self._send(self._sock, data, fds)
+        # Known from here on; the answer cannot have been read since, as nothing was awaited.
         forked: asyncio.Future[int] = self._loop.create_future()
         self._forking[ticket] = forked
         try:
-            await self._send(self._sock, data, fds)
             return await forked
         finally:
             self._forking.pop(ticket, None)
 
     async def _send(self, sock: socket.socket, data: bytes, fds: list[int]) -> None:
-        while True:
-            try:
-                socket.send_fds(sock, [data], fds)
-                return
-            except BlockingIOError:
-                writable: asyncio.Future[None] = self._loop.create_future()
-                self._loop.add_writer(sock.fileno(), _set, writable)
+        async with self._sending:
+            while sock is self._sock:
                 try:
-                    await writable
-                finally:
-                    self._loop.remove_writer(sock.fileno())
-            except OSError as error:
-                if error.errno in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN):
+                    socket.send_fds(sock, [data], fds)
+                    return
+                except BlockingIOError:
+                    await self._wait_for_room(sock)
+                except OSError as error:
+                    if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN):
+                        raise SpawnFailed(
+                            f"the template process could not be asked: {error.strerror}"
+                        ) from error
                     self._on_gone()
-                raise TemplateDied(
-                    f"the template process is gone ({error.strerror}); spawn again"
-                ) from error
+        raise TemplateDied("the template process died; spawn again")
+
+    async def _wait_for_room(self, sock: socket.socket) -> None:
+        """Until the socket may take more, or is ours no longer."""
+        self._room = self._loop.create_future()
+        self._loop.add_writer(sock.fileno(), _set, self._room)
+        try:
+            await self._room
+        finally:
+            self._room = None
+            if sock is self._sock:
+                self._loop.remove_writer(sock.fileno())
+
+    def _give_up_socket(self, sock: socket.socket) -> None:
+        """Watch it no longer, and close it; who waits for room in it goes on."""
+        self._sock = None
+        self._loop.remove_reader(sock.fileno())
+        self._loop.remove_writer(sock.fileno())
+        sock.close()
+        if self._room is not None:
+            _set(self._room)
 
     def _on_readable(self) -> None:
         while self._sock is not None:
@@ -123,6 +142,12 @@ class Spawner:
                 forked = self._forking.pop(message["forked"], None)
                 if forked is not None and not forked.done():
                     forked.set_result(message["pid"])
+            elif "refused" in message:
+                forked = self._forking.pop(message["refused"], None)
+                if forked is not None and not forked.done():
+                    forked.set_exception(
+                        SpawnFailed(f"the system refused another process: {message['why']}")
+                    )
             else:
                 self._pids.discard(message["exited"])
                 # Soon, not now: whoever waits for the fork hears of it before its end.
@@ -132,9 +157,7 @@ class Spawner:
         """The template died: its children died with it (parent-death signal), without a status."""
         if self._sock is None:
             return
-        self._loop.remove_reader(self._sock.fileno())
-        self._sock.close()
-        self._sock = None
+        self._give_up_socket(self._sock)
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -155,12 +178,11 @@ class Spawner:
         if self._sock is None or self._process is None:
             return
         process, sock = self._process, self._sock
-        self._sock = self._process = None
-        self._loop.remove_reader(sock.fileno())
+        self._process = None
         pidfd = os.pidfd_open(process.pid)
         ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(pidfd, _set, ended)
-        sock.close()
+        self._give_up_socket(sock)
         try:
             await asyncio.wait_for(ended, _EXIT_WAIT_S)
         except TimeoutError:

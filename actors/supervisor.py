@@ -32,6 +32,7 @@ from .errors import (
     RuntimeClosed,
     SpawnDied,
     SpawnFailed,
+    TemplateDied,
     UsageError,
 )
 from .handle import agent_method
@@ -40,7 +41,6 @@ from .peers import Notice, State
 from .placement import Book, Placement
 from .records import Event, Record, RunConfig, Spec, reason_of
 from .rundir import RunDir, check_name
-from .spawn import TemplateDied
 
 if TYPE_CHECKING:
     from .node import Node
@@ -329,9 +329,10 @@ class Supervisor:
         try:
             await self._launch(record)
         except ActorError as error:
-            # Its process died, or is dying by our hand: on_exit counts it and decides.
+            # Where its process died, or is dying by our hand, on_exit counts it and decides. Else
+            # there is none: the system refused the fork, or no template lives long enough.
             log.warning("restart of actor %s failed: %s", record.spec.name, error)
-            if not isinstance(error, SpawnFailed) and record.alive:
+            if not isinstance(error, InitFailed | SpawnDied) and record.alive:
                 record.reason = f"it could not be started again: {error}"
                 self._bury(record, "died")
             return

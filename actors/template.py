@@ -74,13 +74,20 @@ class _Template:
         if not data:
             return False
         request = json.loads(data)
-        pid = os.fork()
+        answer: dict[str, Any]
+        try:
+            pid = os.fork()
+            answer = {"forked": request["ticket"], "pid": pid}
+        except OSError as error:  # no more processes, or memory: the others live on
+            pid = -1
+            answer = {"refused": request["ticket"], "why": error.strerror}
         if pid == 0:
             self._become_actor(request, fds)
         for fd in fds:
             os.close(fd)
-        self._children[pid] = bool(request["detached"])
-        self._send({"forked": request["ticket"], "pid": pid})
+        if pid > 0:
+            self._children[pid] = bool(request["detached"])
+        self._send(answer)
         return True
 
     def _become_actor(self, request: dict[str, Any], fds: list[int]) -> None:

@@ -203,7 +203,9 @@ def core_rows(report: Report) -> None:
     """The C++ core's own figures and the machine's floors, from the executable beside it."""
     found = sorted(ROOT.glob("build/**/shmrl_bench_core"), key=lambda p: p.stat().st_mtime)
     if not found:
-        report.remark("no C++ rows: build/*/shmrl_bench_core is missing (`make ctest` builds it)")
+        report.remark(
+            "no C++ rows: build/*/shmrl_bench_core is missing (`make bench-core` builds it)"
+        )
         return
     done = subprocess.run(
         [str(found[-1]), "--json", *(["--quick"] if report.args.quick else [])],

@@ -8,12 +8,14 @@ step, and *quickstart* (examples/quickstart.yaml without warm-up and evaluation)
 not. The runs alternate; figures are of the steps after the first few, from the runs' own
 metrics.jsonl (docs/metrics.md says what each is).
 
-Overhead, as wall time: the share of a step that is not its longest chain of arithmetic. Arithmetic
-is the CPU time of two calls, an engine's pass (forward, sampling, cache) and the learner's update
-(packing, forward, backward, optimizer), each on its one thread. One after the other (sync) the
-chain is their sum; side by side (async) it is the longer of the two. So everything else counts
-against the runtime, also waiting for each other, a core that another process took, and the reading,
-storing, judging and booking that a thread does between two passes: measure on a quiet machine.
+Overhead, as wall time: the share of all steps together that is not the longest chain of arithmetic.
+Arithmetic is the CPU time of two calls, an engine's pass (admission, forward, sampling, cache, and
+taking the results out, the Python of these included) and the learner's update (packing, forward,
+backward, optimizer), each on its one thread. One after the other (sync) the chain is their sum;
+side by side (async) it is the busier of the two, by their sums over the run. So everything else
+counts against the runtime, also waiting for each other, a core that another process took, and the
+reading, storing, judging and booking that a thread does between two passes: measure on a quiet
+machine.
 Overhead, as CPU time, says the same without the clock: what all processes computed besides
 arithmetic, and which of them.
 """
@@ -167,11 +169,15 @@ _BESIDES = {
 }
 
 
-def overhead_share(row: dict[str, Any], schedule: str) -> float:
-    """Share of a step outside its longest chain of arithmetic."""
-    halves = row[_ENGINE], row[_LEARNER]
-    chain = max(halves) if schedule == "async" else sum(halves)
-    return 1.0 - float(chain) / float(row["step_s"])
+def overhead_share(rows: Sequence[dict[str, Any]], schedule: str) -> float:
+    """Share of all steps together outside their longest chain of arithmetic.
+
+    Of the sums, not step by step: side by side the engine works for a later step than the learner,
+    so what both did within one step are not two halves of the same work.
+    """
+    engine, learner, step = (sum(float(r[k]) for r in rows) for k in (_ENGINE, _LEARNER, "step_s"))
+    chain = max(engine, learner) if schedule == "async" else engine + learner
+    return 1.0 - chain / step
 
 
 def cpu_share(row: dict[str, Any]) -> float:
@@ -185,14 +191,14 @@ def _shares(mix: Mix, schedule: str, rows: Sequence[dict[str, Any]]) -> list[Row
         work = f"{work}, {mix.name}"
         return Row(work, schedule, value, unit=unit, n=len(rows), goals=goals, note=note)
 
-    wall = statistics.median(overhead_share(r, schedule) for r in rows)
+    wall = overhead_share(rows, schedule)
     cpu = statistics.median(cpu_share(r) for r in rows)
     found = [
         row(
             "overhead of the runtime",
             wall,
             "x",
-            "share of a step outside its longest chain of arithmetic",
+            "share of all steps outside the longest chain of arithmetic",
             (OVERHEAD_GOAL,) if mix.goals else (),
         ),
         row("overhead of the runtime, CPU", cpu, "x", "share of all CPU time of the run"),

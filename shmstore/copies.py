@@ -167,7 +167,7 @@ class Copies:
             return self
         _lock.acquire()
         try:
-            self._arena, self._backed = _arena_of(self._store, self._cuda)
+            self._arena = _arena_of(self._store, self._cuda)
         except BaseException:
             _lock.release()
             raise
@@ -214,9 +214,10 @@ class Copies:
             return
         far = _bytes(self._torch, other)
         address = host.data_ptr()
+        backed = self._store.payload_mapping()[3]  # now: the arena may have grown within the block
         parts = [
             (far[begin:end], _memory(self._torch, place, end - begin))
-            for begin, end, place in self._arena.parts(self._cuda, address, n_bytes, self._backed)
+            for begin, end, place in self._arena.parts(self._cuda, address, n_bytes, backed)
         ]
         # No arena memory: a private copy, which is pageable.
         for theirs, ours in parts or [(far, _bytes(self._torch, host))]:
@@ -261,9 +262,9 @@ def _cuda(torch: Any, target: Any) -> _Cuda | None:
     return _Cuda(torch, target) if target.type == "cuda" else None
 
 
-def _arena_of(store: Store, cuda: _Cuda) -> tuple[_Arena, int]:
-    """The arena's record and how many of its bytes are backed. The lock is held."""
-    base, writable, n_bytes, backed = store.payload_mapping()
+def _arena_of(store: Store, cuda: _Cuda) -> _Arena:
+    """The arena's record. The lock is held."""
+    base, writable, n_bytes, _backed = store.payload_mapping()
     arena = _arenas.get(base)
     if arena is None:
         arena = _arenas[base] = _Arena(base, writable, n_bytes, cuda)
@@ -273,22 +274,39 @@ def _arena_of(store: Store, cuda: _Cuda) -> tuple[_Arena, int]:
         leave = weakref.finalize(store, _leave, base, id(store), os.getpid())
         leave.atexit = False  # the driver takes everything back at the end of the process
         arena.users[id(store)] = leave
-    return arena, backed
+    return arena
 
 
 def _leave(base: int, user: int, pid: int) -> None:
-    """One handle less on the arena; the last gives its pieces back."""
+    """One handle less on the arena; the last gives its pieces back, also when a device that failed
+    raises here. A thread that closes the same handle as another waits here until that is done."""
     if pid != os.getpid():
         return  # after a fork: the registrations are the parent's
     with _lock:
-        arena = _arenas[base]
-        arena.users.pop(user).detach()
-        if arena.users:
-            return
-        del _arenas[base]
-        while _under_way:  # what is unregistered must not be read any more
+        arena = _arenas.get(base)
+        if arena is None or user not in arena.users:
+            return  # another thread was closing the same handle, and has
+        try:
+            if len(arena.users) == 1:
+                _end_copies()  # what is unregistered must not be read any more
+        finally:
+            arena.users.pop(user).detach()
+            if not arena.users:
+                del _arenas[base]
+                arena.give_back()
+
+
+def _end_copies() -> None:
+    """Waits for all that is under way, then raises what a device that failed raised first. The
+    lock is held."""
+    failure: RuntimeError | None = None
+    while _under_way:
+        try:
             _under_way.popleft().synchronize()
-        arena.give_back()
+        except RuntimeError as error:  # torch's are kinds of it; other devices copy on
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def _keep(mark: Any, views: list[Any]) -> None:
@@ -297,9 +315,9 @@ def _keep(mark: Any, views: list[Any]) -> None:
     if _janitor is None:
         _janitor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shmrl-device")
     _under_way.append(mark)
+    _janitor.submit(_drop_after, mark, views)  # first: a device that failed raises below
     if len(_under_way) > UNDER_WAY_MAX:
         _under_way.popleft().synchronize()
-    _janitor.submit(_drop_after, mark, views)
 
 
 def _drop_after(mark: Any, views: list[Any]) -> None:

@@ -123,10 +123,13 @@ class Store(_core.StoreCore):
 
     def close(self) -> None:
         """Leave the arena. Idempotent. References that this process counted are dropped; views
-        taken before stay valid until they are collected."""
-        if self.is_open:
-            copies.forget(self)
-        super().close()
+        taken before stay valid until they are collected. A device that failed under copies from
+        here raises, and the handle is closed all the same."""
+        try:
+            if self.is_open:
+                copies.forget(self)
+        finally:
+            super().close()
 
     def __enter__(self) -> Self:
         return self

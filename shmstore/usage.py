@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from .errors import BadValue, ObjectTooLarge, StoreFull
 
 _HOLDERS_NAMED_MAX = 12
+_WAITERS_MAX = 256  # kWaitersMax of csrc/layout.h
 
 _UNITS = {
     "": 1,
@@ -166,6 +167,8 @@ def store_full(class_name: str, facts: dict[str, Any]) -> StoreFull:
         message += f"; ended but under live views {format_size(facts['deferred_bytes'])}"
     if facts["waiters"]:
         message += f"; {facts['waiters']} others wait for room"
+        if facts["waiters"] >= _WAITERS_MAX:
+            message += ", the most that may"
         if needed <= largest:
             message += " and come first: as many bytes as they ask for have passed them"
     if kind is ObjectTooLarge:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from trainer import snapshot
 from trainer.errors import SnapshotError, SnapshotVersion, TrainerError
 from trainer.run_folder import RunFolder
+from trainer.summary import Summary
 
 if TYPE_CHECKING:
     from trainer.dispatch import Dispatcher
@@ -76,12 +77,21 @@ async def write_checkpoint(
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads the driver's part. Raises SnapshotVersion for a format this version does not know."""
-    record = json.loads((folder / "driver.json").read_text(encoding="utf-8"))
-    if record.get("format") != _FORMAT:
-        raise SnapshotVersion(
-            f"{folder} has checkpoint format {record.get('format')!r}; this version reads {_FORMAT}"
-        )
-    return Checkpoint(
-        int(record["train_step"]), folder / "learner", folder / "buffer", record["totals"]
-    )
+    """Reads the driver's part. Raises SnapshotVersion for a format this version does not know,
+    SnapshotError when the file is damaged or gone.
+    """
+    file = folder / "driver.json"
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT:
+            raise SnapshotVersion(
+                f"{folder} has checkpoint format {record['format']!r}; this version reads {_FORMAT}"
+            )
+        Summary(folder.name).restore(record["totals"])  # complains of one that is missing
+        step = int(record["train_step"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise SnapshotError(
+            f"{file} is damaged ({type(error).__name__}: {error}); to go on from an older "
+            f"checkpoint, write its name into {folder.parent / 'latest'}"
+        ) from error
+    return Checkpoint(step, folder / "learner", folder / "buffer", record["totals"])

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ def _guarded(command: Callable[[], int]) -> int:
     """
     from trainer.errors import ConfigError, TrainerError
 
+    status = EXIT_OK
     try:
         status = command()
         sys.stdout.flush()
@@ -51,9 +53,12 @@ def _guarded(command: Callable[[], int]) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return EXIT_OK
+    except BrokenPipeError as error:
+        if _reader_has_gone():
+            _drop_output()
+            return status
+        print(f"shmrl: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except TrainerError as error:
         print(f"shmrl: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -62,6 +67,26 @@ def _guarded(command: Callable[[], int]) -> int:
             raise
         print(f"shmrl: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _tell(text: str) -> None:
+    """The result, on stdout. A reader that has gone does not change how the command ends."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _drop_output()
+
+
+def _reader_has_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more (`| head`)."""
+    probe = select.poll()
+    probe.register(sys.stdout.fileno(), 0)  # only what is reported unasked: error, hang-up
+    return bool(probe.poll(0))
+
+
+def _drop_output() -> None:
+    """Nobody reads stdout: what is still written to it, at exit at the latest, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_ours(error: Exception) -> bool:
@@ -154,9 +179,12 @@ def _train(options: argparse.Namespace) -> int:
 
 def _resume(options: argparse.Namespace) -> int:
     from trainer.run_folder import RunFolder
+    from trainer.wiring import check_devices
 
     folder = RunFolder.open(options.run)
-    folder.write_config(folder.config(tuple(options.overrides)))
+    config = folder.config(tuple(options.overrides))
+    check_devices(config, _gpus())
+    folder.write_config(config)
     return _fit(folder, options, resume=True)
 
 
@@ -167,7 +195,7 @@ def _fit(folder: object, options: argparse.Namespace, *, resume: bool) -> int:
     assert isinstance(folder, RunFolder)
     summary = run_blocking(folder, resume=resume, quiet=options.quiet, gpus=_gpus())
     if options.json:
-        print(json.dumps(summary.to_json()), flush=True)
+        _tell(json.dumps(summary.to_json()))
     if summary.error:
         print(f"shmrl: {summary.error}", file=sys.stderr)
     return summary.exit
@@ -186,7 +214,7 @@ def _eval(options: argparse.Namespace) -> int:
         gpus=_gpus(),
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    print(json.dumps(result) if options.json else _lines(result))
+    _tell(json.dumps(result) if options.json else _lines(result))
     if result["reward"] is None:
         print(
             f"shmrl: {result['failed']} of {result['rollouts']} rollouts failed; why is in "

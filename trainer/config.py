@@ -47,7 +47,9 @@ __all__ = [
 
 
 def _opt(default: Any, doc: str, **bounds: Any) -> Any:
-    """A field with its documentation and bounds (`ge`, `gt`, `le`, `lt`, `unit`)."""
+    """A field with its documentation and bounds (`ge`, `gt`, `le`, `lt`, `unit`);
+    `required`: the default is no value, `problems` refuses it.
+    """
     return field(default=default, metadata={"doc": doc, **bounds})
 
 
@@ -138,7 +140,7 @@ class JudgeConfig:
 class TaskConfig:
     """One task of the mixture."""
 
-    name: str = _opt("", "Name of the task in metrics and in the ledger.")
+    name: str = _opt("", "Name of the task in metrics and in the ledger.", required=True)
     weight: float = _opt(1.0, "Share of the batch, relative to the other tasks' weights.", gt=0)
     source: SourceConfig = _opt_of(SourceConfig, "Where its prompts come from.")
     environment: EnvironmentConfig = _opt_of(EnvironmentConfig, "How a rollout runs.")
@@ -224,7 +226,11 @@ class EvalConfig:
     """Evaluation on held-out prompts."""
 
     every: int = _opt(0, "Train steps between evaluations; 0: only first and last.", ge=0)
-    prompts: int = _opt(64, "Held-out prompts, over all tasks; 0 turns evaluation off.", ge=0)
+    prompts: int = _opt(
+        64,
+        "Held-out prompts, over all tasks with a source.holdout; 0 turns evaluation off.",
+        ge=0,
+    )
     rollouts_per_prompt: int = _opt(1, "Rollouts of each.", ge=1)
     temperature: float = _opt(1.0, "Sampling temperature; 0 is greedy.", ge=0)
     timeout_s: float = _opt(600.0, "Limit for one evaluation.", gt=0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actors.placement import detect_gpus
 from trainer.config import Config
 from trainer.config_load import Source
 from trainer.errors import ConfigError
@@ -190,10 +189,7 @@ def _devices(config: Config) -> _Found:
         except ConfigError as error:
             yield f"{name}.device", str(error).removeprefix("device ")
             continue
-        number, there = numbers[name], detect_gpus()
-        if number is not None and number >= len(there):
-            yield f"{name}.device", f"is {section.device!r}, but this machine has {len(there)} GPUs"
-        elif number is None and section.memory_fraction is not None:
+        if numbers[name] is None and section.memory_fraction is not None:
             yield f"{name}.memory_fraction", "is a share of a GPU's memory, but the device is cpu"
     learner, engine = numbers.get("learner"), numbers.get("engine")
     if learner is None or engine is None or config.schedule.name == "colocated":

@@ -137,6 +137,8 @@ def _type_name(hint: Any) -> str:
 
 
 def _default(f: dataclasses.Field[Any]) -> str:
+    if f.metadata.get("required"):
+        return "required"
     if f.default is not dataclasses.MISSING:
         value = f.default
     elif f.default_factory is not dataclasses.MISSING:

@@ -128,7 +128,7 @@ class Conversation:
         # All paths of the session.
         self._parents: dict[int, int | None] = {}
         self._sampled_nodes: set[int] = set()
-        self._turn_texts: dict[int, str] = {}
+        self._turns: dict[int, Turn] = {}
         self._ends: list[int | None] = []
         self._n_tokens = 0
         self._n_prompt_nodes = 0
@@ -167,7 +167,7 @@ class Conversation:
             await self.append(content)
         params = params or self._params
         self._follow_record_through_pending()
-        replayed = self._replay_turn()
+        replayed = self._replay_turn(params)
         if replayed is not None:
             return replayed
         partial = self._replay_partial_turn()
@@ -192,22 +192,26 @@ class Conversation:
 
         What was appended and not yet generated from is dropped.
         """
-        node = None if to is None else to.node
-        if node is not None and node not in self._turn_texts:
+        if to is not None and to.node not in self._turns:
             raise TraceError(
-                f"session {self.id!r} has no turn that ends at node {node}; its turns end at "
-                f"{sorted(self._turn_texts)}"
+                f"session {self.id!r} has no turn that ends at node {to.node}; its turns end at "
+                f"{sorted(self._turns)}"
+            )
+        if to is not None and self._turns[to.node] is not to:
+            raise TraceError(
+                f"a turn of another session was given, and session {self.id!r} cannot go back to "
+                "it; give a turn that its own `generate` returned"
             )
         self._ends.append(self._node)
         self._pending.clear()
         self._node, self._n_routed = None, 0
         self._tokens.clear()
         self._sampled_text.clear()
-        for one in self._path(node):
+        for one in self._path(None if to is None else to.node):
             segment = self._traces.segment(self.id, one)
             self._go_to(one, segment.token_ids.tolist(), segment.n_routed)
-            if one in self._turn_texts:
-                self._sampled_text.append(self._turn_texts[one])
+            if one in self._turns:
+                self._sampled_text.append(self._turns[one].text)
 
     # -- what the producer uses ------------------------------------------------------------------
 
@@ -232,7 +236,7 @@ class Conversation:
         return self._rollout.evolve(
             **changes,
             leaves=self._leaves(),
-            turns=tuple(self._turn_texts),
+            turns=tuple(self._turns),
             n_prompt_nodes=self._n_prompt_nodes,
             n_prompt_tokens=self._n_prompt_tokens,
             n_response_tokens=self._n_tokens - self._n_prompt_tokens,
@@ -276,7 +280,7 @@ class Conversation:
             return
         self._leave_record()
 
-    def _replay_turn(self) -> Turn | None:
+    def _replay_turn(self, params: SamplingParams) -> Turn | None:
         """The next finished turn on record; None when there is none."""
         node = self._node
         for n, recorded in enumerate(reversed(self._record), start=1):
@@ -284,8 +288,16 @@ class Conversation:
                 return None
             node = recorded.node
             if node in self._old_turns:
-                return self._finish_turn(self._replay(n), FinishReason.STOP)
+                tokens = self._replay(n)
+                return self._finish_turn(tokens, self._reason_of(tokens, params))
         return None
+
+    def _reason_of(self, tokens: list[int], params: SamplingParams) -> FinishReason:
+        """Why a turn on record ended: a record holds no reasons, but what it holds tells."""
+        stopped = tokens[-1] in (self._tokenizer.eos_token_id, *params.stop_token_ids)
+        room = self._engine.info.context_max - len(self._tokens)
+        full = len(tokens) >= params.max_new_tokens or room <= 0
+        return FinishReason.LENGTH if full and not stopped else FinishReason.STOP
 
     def _replay(self, n: int) -> list[int]:
         """Step over the next `n` segments on record; -> their tokens."""
@@ -511,9 +523,10 @@ class Conversation:
         assert self._node is not None
         self._reason = reason
         text = self._tokenizer.decode(tokens)
-        self._turn_texts[self._node] = text
+        turn = Turn(text, np.array(tokens, np.int32), reason, self._node)
+        self._turns[self._node] = turn
         self._sampled_text.append(text)
-        return Turn(text, np.array(tokens, np.int32), reason, self._node)
+        return turn
 
     def _encode(self, content: Content) -> list[int]:
         if isinstance(content, str):

@@ -210,9 +210,9 @@ class Driver:
 
     async def _evaluate(self) -> None:
         config = self._config.eval
-        if not config.prompts:
-            return
         prompts = held_out_prompts(self._held_out, config.prompts)
+        if not prompts:  # turned off, or no task holds anything out
+            return
         self._display.phase("evaluate", 0, len(prompts))
         found = await self._parts.producer.evaluate(
             prompts, config.rollouts_per_prompt, config.temperature, config.timeout_s

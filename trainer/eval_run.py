@@ -17,8 +17,9 @@ from typing import Any
 import actors
 from trainer.config import EvalConfig
 from trainer.driver import held_out_prompts
-from trainer.environments import build_source
-from trainer.fit import open_arena
+from trainer.errors import ConfigError
+from trainer.fit import open_arena, open_sources
+from trainer.learner_actor import WEIGHTS_OWNER
 from trainer.run_folder import BadRunFolder, RunFolder
 from trainer.summary import Summary
 from trainer.wiring import open_parts
@@ -39,7 +40,8 @@ def evaluate_run(
     gpus: Sequence[str] | None = None,
     say: Callable[[str], None] = _silent,
 ) -> dict[str, Any]:
-    """Evaluates the newest checkpoint, or that of `step`. Raises BadRunFolder when it is absent.
+    """Evaluates the newest checkpoint, or that of `step`. Raises BadRunFolder when it is absent,
+    ConfigError when no task holds prompts out.
 
     gpus: what CUDA calls the devices that may be used; None: those of the machine. `say` is told
     how far it is. → what `evals.jsonl` keeps; `reward` is None when every rollout failed.
@@ -66,8 +68,12 @@ async def _evaluate(
     logs = folder.logs / "eval"
     summary = Summary(name)
     count = prompts or config.eval.prompts or EvalConfig().prompts
-    sources = [build_source(t, seed=config.run.seed, held_out=True) for t in config.tasks]
-    wanted = held_out_prompts(sources, count)
+    wanted = held_out_prompts(open_sources(config, held_out=True), count)
+    if not wanted:
+        raise ConfigError(
+            f"{folder.path}: source.holdout is 0 in every task, so nothing can be "
+            "evaluated; train with a share of the prompts held out"
+        )
     with open_arena(config, name, summary) as store:
         async with open_parts(config, name, store, logs, say, gpus) as parts:
             say(f"building the model of step {chosen} twice, for learner and engine")
@@ -81,7 +87,7 @@ async def _evaluate(
             say(f"evaluating {len(wanted)} held-out prompts, {each} rollout(s) each")
             found = await parts.producer.evaluate(wanted, each, heat, config.eval.timeout_s)
             await parts.producer.end()
-            store.sessions.release_owned("weights")
+            store.sessions.release_owned(WEIGHTS_OWNER)
     return {
         "run": folder.name,
         "step": chosen,

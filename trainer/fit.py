@@ -51,7 +51,7 @@ from trainer.summary import (
 from trainer.watchdog import Watchdog
 from trainer.wiring import PRODUCER_OWNER, Parts, open_parts
 
-__all__ = ["fit", "open_arena", "run_blocking"]
+__all__ = ["fit", "open_arena", "open_sources", "run_blocking"]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, a scheduler's request, a terminal that was closed."""
@@ -229,7 +229,7 @@ class _Run:
             metrics,
             display,
             self.summary,
-            _sources(self.config, held_out=True),
+            open_sources(self.config, held_out=True) if self.config.eval.prompts else [],
             ready.train_step,
             alarm.moved,
         )
@@ -251,9 +251,10 @@ class _Run:
             await asyncio.wait((both, stopping), return_when=asyncio.FIRST_COMPLETED)
             return (await both)[0] if both.done() else None
         finally:
-            both.cancel()
-            stopping.cancel()
-            await asyncio.gather(both, stopping, return_exceptions=True)
+            jobs = (both, start, prepare, stopping)  # `both` alone is over once one of them failed
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
 
     def _metrics(self) -> MetricsWriter:
         wanted = self.config.metrics.tensorboard
@@ -283,7 +284,7 @@ class _Run:
                 self.checkpoint.buffer, store, order=order, max_bytes=limit, expiry=expiry
             )
         sampler = PromptSampler(
-            {s.name: s for s in _sources(config, held_out=False)},
+            {s.name: s for s in open_sources(config, held_out=False)},
             seed=config.run.seed,
             epochs={task.name: None if task.source.repeat else 1 for task in config.tasks},
         )
@@ -406,10 +407,8 @@ def open_arena(config: Config, name: str, summary: Summary) -> Iterator[Store]:
         Store.unlink(name)
 
 
-def _sources(config: Config, *, held_out: bool) -> list[PromptSource]:
+def open_sources(config: Config, *, held_out: bool) -> list[PromptSource]:
     """One source a task; a task that holds nothing out is not evaluated."""
-    if held_out and not config.eval.prompts:
-        return []
     tasks = [task for task in config.tasks if not held_out or task.source.holdout > 0]
     return [build_source(task, seed=config.run.seed, held_out=held_out) for task in tasks]
 

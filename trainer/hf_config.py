@@ -23,7 +23,7 @@ from typing import Any
 __all__ = ["HFFields", "architectures", "fields_of", "kinds_text"]
 
 _CAUSAL = re.compile(r"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\(\s*\[(.*?)\n    \]", re.S)
-_PAIR = re.compile(r'\("(\w+)", "(\w+)"\)')
+_PAIR = re.compile(r'\("([\w-]+)", "(\w+)"\)')
 _KINDS: Mapping[str, type] = {
     "int": int,
     "float": float,
@@ -80,7 +80,7 @@ def kinds_text(kinds: frozenset[type]) -> str:
 
 @functools.cache
 def architectures() -> Mapping[str, str]:
-    """Class name of each causal language model → its folder below `transformers/models`."""
+    """Class name of each causal language model → its `model_type`, as `llama`, `xlm-roberta`."""
     source = _read("models", "auto", "modeling_auto")
     found = _CAUSAL.search(source or "")
     return {} if found is None else {name: kind for kind, name in _PAIR.findall(found.group(1))}
@@ -90,7 +90,8 @@ def architectures() -> Mapping[str, str]:
 def fields_of(architecture: str) -> HFFields | None:
     """The fields of a causal language model, or None when its source does not tell them."""
     kind = architectures().get(architecture)
-    own = None if kind is None else _read("models", kind, f"configuration_{kind}")
+    place = (kind or "").replace("-", "_")
+    own = None if kind is None else _read("models", place, f"configuration_{place}")
     base = _read("configuration_utils")
     if own is None or base is None:
         return None

@@ -102,6 +102,8 @@ class LearnerLink:
             released = sessions.release(ids, owner=REPLAY_OWNER)
             released += sessions.release(ids, owner=LEARNER_OWNER)
             return StepDone(train_step, dict(kept.record["metrics"]), len(released))
+        if not all(sid in sessions for sid in ids):  # released: trained, and then it died
+            raise StateLost("learner", f"it died when step {train_step} was done: {death}")
         # They fell to the heir when the process died, or are the learner's still when it died
         # before they were taken; either way the same batch is trained again.
         sessions.transfer(ids, src=REPLAY_OWNER, dst=LEARNER_OWNER, strict=False)

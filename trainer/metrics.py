@@ -66,7 +66,9 @@ CATALOG: Mapping[str, Metric] = {
         "s", "The learner's own time in the step: reading, forward, backward, update."
     ),
     "learn_s": Metric("s", "Of that, arithmetic: forward, backward, update."),
-    "wait_s": Metric("s", "Time in which the learner had nothing to do: waiting for a batch."),
+    "wait_s": Metric(
+        "s", "Time in which the learner waited: for a batch, and for weights that must come first."
+    ),
     "sync_s": Metric("s", "From the end of training until every engine has the new weights."),
     "overhead_s": Metric(
         "s",
@@ -105,7 +107,11 @@ CATALOG: Mapping[str, Metric] = {
     "ledger/*": Metric("rollout", "The books after the step (lifecycle L26)."),
     "restarts": Metric("count", "Processes of the run restarted so far."),
     "eval/reward": Metric("reward", "Mean reward on held-out prompts."),
-    "eval/*": Metric("", "Held-out evaluation: rewards by task, rollouts, failed ones, time."),
+    "eval/*": Metric(
+        "",
+        "Held-out evaluation: `eval/reward/TASK` of a mixture; `eval/rollouts` and, of these, "
+        "`eval/failed`; `eval/response_tokens_mean`.",
+    ),
 }
 
 

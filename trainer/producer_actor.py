@@ -242,7 +242,7 @@ class ProducerActor:
     async def evaluate(
         self, prompts: Sequence[Prompt], rollouts_each: int, temperature: float
     ) -> dict[str, float]:
-        """Held-out rewards (lifecycle L22): by task and in total, and what failed."""
+        """Held-out rewards (lifecycle L22): in total and, of a mixture, by task; what failed."""
         self._store.sessions.bind(_EVAL_OWNER, heir=None)
         rollout = self._config.rollout
         params = SamplingParams(
@@ -253,8 +253,10 @@ class ProducerActor:
         report = await evaluator.run()
         for error in report.errors:
             _log.warning("a rollout of the evaluation failed: %s", error)
+        by_task = report.reward_mean_by_task if len(self._config.tasks) > 1 else {}
         return {
             "reward": report.reward_mean,
+            **{f"reward/{task}": mean for task, mean in by_task.items()},
             "rollouts": float(report.rollouts),
             "failed": float(report.failed),
             "response_tokens_mean": report.response_tokens_mean,

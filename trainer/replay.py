@@ -130,7 +130,11 @@ class ReplayBuffer:
                 f"no room after {timeout} s for group {group.uid!r} of {group.nbytes} bytes: "
                 f"{self.nbytes} of max_bytes {self.max_bytes} are used"
             ) from None
-        return self._file(group, owner)
+        try:
+            return self._file(group, owner)
+        except BaseException:
+            self.waiting.wake()  # the room is another's
+            raise
 
     def discard(self, group: Group, *, owner: str) -> None:
         """A producer gives a group up (L21): its sessions end, its rollouts are booked as

@@ -19,12 +19,11 @@ paths from it.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from typing import Any
 from trainer.config import Config, load, resolved
 from trainer.config_paths import with_absolute_paths
 from trainer.errors import ConfigError
+from trainer.snapshot_folder import to_the_end
 
 __all__ = ["BadRunFolder", "RunFolder", "default_run_name", "write_atomically"]
 
@@ -158,7 +158,7 @@ class RunFolder:
         draft.mkdir(parents=True)
         try:
             yield draft
-            await _to_the_end(self._keep, draft, self.checkpoints / f"{_STEP}{step}")
+            await to_the_end(self._keep, draft, self.checkpoints / f"{_STEP}{step}")
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
@@ -220,18 +220,6 @@ class RunFolder:
             if int(record.get("train_step", 0)) <= step:
                 kept.append(line)
         write_atomically(self.metrics_file, "".join(f"{line}\n" for line in kept))
-
-
-async def _to_the_end(work: Callable[..., None], *arguments: Path) -> None:
-    """Runs `work` in a thread and waits for it, also when cancelled: it must not be left half done
-    by whoever cleans up next.
-    """
-    job = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
-    try:
-        await asyncio.shield(job)
-    except asyncio.CancelledError:
-        await asyncio.wait((job,))
-        raise
 
 
 def default_run_name(config_path: Path) -> str:

@@ -190,15 +190,15 @@ class _Run:
 
     async def take(self, step: int) -> tuple[Batch, float]:
         """The batch of `step` and how long it was waited for. Syncs first if that is what is
-        missing (L23).
+        missing (L23), which is part of the wait.
         """
+        started = self._loop.time()
         if await self.dispatcher.must_sync_first(step):
             await self.settle()  # newer weights may be on their way
             if self.dispatcher.model_step < self._trained and await self.dispatcher.must_sync_first(
                 step
             ):
                 await self.sync(self._trained)
-        started = self._loop.time()
         batch = await self.unless_stopped(
             self.dispatcher.take(
                 step, owner=self.config.learner, timeout=self.config.take_timeout_s

@@ -38,7 +38,13 @@ from shmstore.headers import Kind
 from trainer import segment_codec
 from trainer.errors import SnapshotError, TraceError
 from trainer.rollout import Group, Status
-from trainer.snapshot_folder import FORMAT, SnapshotReader, SnapshotWriter, StepHook
+from trainer.snapshot_folder import (
+    FORMAT,
+    SnapshotReader,
+    SnapshotWriter,
+    StepHook,
+    to_the_end,
+)
 
 if TYPE_CHECKING:
     from shmstore import ObjectRef, Store
@@ -79,11 +85,26 @@ class Frozen:
 
 
 def freeze(store: Store, groups: Sequence[Group], state: Mapping[str, Any]) -> Frozen:
-    """Pin the sessions of `groups`; nothing is copied. Call it where nothing else changes them."""
+    """Pin the sessions of `groups`; nothing is copied. Call it where nothing else changes them.
+    Nothing stays pinned when it raises.
+    """
     pin = f"{OWNER}-{uuid.uuid4().hex[:16]}"
     sessions = store.sessions
     sessions.bind(OWNER, heir=None)
     sessions.open(pin, owner=OWNER)
+    try:
+        frozen = _pinned(store, groups, pin)
+    except BaseException:
+        sessions.release([pin], owner=OWNER)
+        raise
+    return Frozen(store, tuple(groups), dict(state), frozen, pin)
+
+
+def _pinned(
+    store: Store, groups: Sequence[Group], pin: str
+) -> dict[str, list[tuple[ObjectRef, int | None]]]:
+    """What each session of `groups` holds; the session `pin` holds it as well afterwards."""
+    sessions = store.sessions
     frozen: dict[str, list[tuple[ObjectRef, int | None]]] = {}
     seen: set[ObjectRef] = set()
     for group in groups:
@@ -98,15 +119,16 @@ def freeze(store: Store, groups: Sequence[Group], state: Mapping[str, Any]) -> F
                 if ref not in seen:
                     seen.add(ref)
                     sessions.attach(pin, ref)
-    return Frozen(store, tuple(groups), dict(state), frozen, pin)
+    return frozen
 
 
 async def write(frozen: Frozen, folder: Path, hook: StepHook = _no_hook) -> None:
-    """Write a frozen moment to `folder` in a thread, then thaw it. `SnapshotError` for a value that
-    cannot be kept without pickle, or when the disk refuses.
+    """Write a frozen moment to `folder` in a thread, then thaw it; cancelled, it still waits for
+    that thread. `SnapshotError` for a value that cannot be kept without pickle, or when the disk
+    refuses.
     """
     try:
-        await asyncio.to_thread(_write, frozen, folder, hook)
+        await to_the_end(_write, frozen, folder, hook)
     except OSError as error:
         raise SnapshotError(
             f"the snapshot in {folder} could not be written: {error}; an earlier one there is "

@@ -8,11 +8,13 @@ at any moment leaves the earlier snapshot in force; what it left behind is remov
 writer. `SnapshotReader` compares every file that it hands out with the marker: a file that is
 missing, cut or changed is a `SnapshotError` that names it.
 
-Knows nothing of what the files mean; called by `trainer.snapshot`, from any thread.
+Knows nothing of what the files mean; called by `trainer.snapshot`, from any thread. `to_the_end`
+is for whoever writes files in a thread of their loop, as `trainer.run_folder` does too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import shutil
@@ -26,7 +28,7 @@ import msgspec
 
 from trainer.errors import SnapshotError, SnapshotVersion
 
-__all__ = ["FORMAT", "SnapshotReader", "SnapshotWriter", "StepHook"]
+__all__ = ["FORMAT", "SnapshotReader", "SnapshotWriter", "StepHook", "to_the_end"]
 
 #: Version of the format that is written and read.
 FORMAT = 2
@@ -39,6 +41,18 @@ _DATA = "data-"
 StepHook = Callable[[str], None]
 
 T = TypeVar("T")
+
+
+async def to_the_end(work: Callable[..., None], *arguments: Any) -> None:
+    """Runs `work` in a thread and waits for it, also when cancelled: files must not be left half
+    written by one who cleans up, or goes on writing after that.
+    """
+    job = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        await asyncio.shield(job)
+    except asyncio.CancelledError:
+        await asyncio.wait((job,))
+        raise
 
 
 class _Written(msgspec.Struct, frozen=True):

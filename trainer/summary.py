@@ -108,8 +108,9 @@ class Summary:
         self.restore(Summary(self.run).totals())
 
     def restore(self, totals: Mapping[str, Any]) -> None:
-        """Goes on from the totals of a checkpoint."""
-        self.began = time.perf_counter()
+        """Goes on from the totals of a checkpoint; the time since `began` still counts. KeyError
+        when one is missing.
+        """
         for name in _TOTALS:
             value = totals[name]
             setattr(self, name, list(value) if isinstance(value, list) else value)

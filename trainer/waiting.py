@@ -73,7 +73,10 @@ class Waiting:
             self.wake()
 
     async def for_room(self, task: str, nbytes: int) -> None:
-        """Return when a group of this size may be filed; on return nothing has run since."""
+        """Return when a group of this size may be filed; on return nothing has run since.
+
+        Who then does not file it has to `wake` the next one.
+        """
         self.raise_failure()
         if not self._putters and self.has_room(task, nbytes):
             return
@@ -82,8 +85,11 @@ class Waiting:
         try:
             self.wake()
             await putter.ready
-        finally:
+        except BaseException:
             self._putters.remove(putter)
+            self.wake()  # it may have been this one's turn
+            raise
+        self._putters.remove(putter)
 
     def has_room(self, task: str, nbytes: int) -> bool:
         """Below the limit, or wanted by a taker: the limit never stands between a taker and its

@@ -125,6 +125,10 @@ async def test_words_of_ray_are_told_what_they_are_here() -> None:
             _ = probe.pidd
         with pytest.raises(actors.UsageError, match="here it is `gpus=`"):
             await rt.spawn(Bare, num_gpus=1)
+        with pytest.raises(actors.UsageError, match="here it is `gpus=`"):
+            await rt.spawn_many(Bare, 2, num_gpus=1)
+        with pytest.raises(actors.UsageError, match="env maps text to text, got 5"):
+            await rt.spawn(Bare, env=5)  # type: ignore[arg-type]
         with pytest.raises(actors.PlacementError, match="asks for 1 GPU; there is none that"):
             await rt.spawn(Probe, gpus=1)
 

@@ -44,3 +44,13 @@ def test_the_ratio_compares_async_with_sync(
     overhead = [row.median for row in rows if row.work.startswith("overhead")]
     # Outside the longest chain: 2.0 - (0.9 + 0.8) one after the other, 1.0 - 0.9 side by side.
     assert overhead == pytest.approx([0.15, 0.15, 0.1, 0.15])
+
+
+def test_overhead_of_overlapping_halves_is_that_of_their_sums() -> None:
+    """Steps in which the halves take turns at being the longer one do not hide each other."""
+    rows = [
+        {"step_s": 1.0, "cpu/engine_arithmetic": engine, "cpu/learner_arithmetic": learner}
+        for engine, learner in ((0.9, 0.5), (0.5, 0.8))
+    ]
+    assert train.overhead_share(rows, "async") == pytest.approx(1.0 - 1.4 / 2.0)
+    assert train.overhead_share(rows, "sync") == pytest.approx(1.0 - 2.7 / 2.0)

@@ -32,6 +32,7 @@ class SlowDevice:
         self.refuses: Callable[[int], bool] = lambda number: False
         self.goes_on = threading.Event()
         self.goes_on.set()
+        self.failed = False  # from then on nothing is copied, and every wait raises
         self._queue: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._done = 0
         self._lock = threading.Lock()
@@ -73,6 +74,9 @@ class SlowDevice:
     def _reach(self, upto: int) -> None:
         assert self.goes_on.wait(WAIT_S)
         with self._lock:
+            if self.failed:
+                self._done = len(self._queue)
+                raise RuntimeError("the device failed")
             for sink, source in self._queue[self._done : upto]:
                 sink.copy_(source)
             self._done = max(self._done, upto)

@@ -113,6 +113,18 @@ def test_what_the_arena_has_is_locked_and_the_rest_when_it_has_grown(slow: SlowD
         del small
 
 
+def test_what_is_put_within_a_block_into_grown_memory_is_copied_too(slow: SlowDevice) -> None:
+    with temporary_store("48MiB") as store:
+        value = torch.randint(0, 255, (40 << 20,), dtype=torch.uint8)
+        copied = torch.empty_like(value)
+        with copies.Copies(store, CPU) as batch:
+            before = store.payload_mapping()[3]
+            ref = store.put(value)
+            assert store.payload_mapping()[3] > before
+            batch.upload(store.get(ref), copied)
+        assert torch.equal(_ended(copied), value)
+
+
 def test_a_put_from_a_device_is_whole_before_anybody_can_read_it(
     slow: SlowDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +186,49 @@ def test_close_waits_for_copies_under_way_and_gives_the_pieces_back(slow: SlowDe
         assert not slow.registered
         settle()
         assert torch.equal(copied, value)
+        del ref
+
+
+def test_two_threads_may_close_one_store(slow: SlowDevice) -> None:
+    failures: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            store.close()
+        except BaseException as failure:  # for the assertion below
+            failures.append(failure)
+
+    with temporary_store("64MiB") as store:
+        ref = store.put(torch.arange(4))
+        slow.goes_on.clear()
+        copied = _fetch(store, ref)
+        closing = [threading.Thread(target=close) for _ in range(2)]
+        for thread in closing:
+            thread.start()
+        closing[1].join(0.2)
+        assert [thread.is_alive() for thread in closing] == [True, True]
+        slow.goes_on.set()
+        for thread in closing:
+            thread.join(WAIT_S)
+        assert failures == []
+        assert not slow.registered
+        settle()
+        assert torch.equal(copied, torch.arange(4))
+        del ref
+
+
+def test_a_device_that_failed_does_not_keep_a_store_open(slow: SlowDevice) -> None:
+    with temporary_store("64MiB") as store:
+        ref = store.put(torch.arange(4))
+        slow.goes_on.clear()
+        _fetch(store, ref)
+        _fetch(store, ref)
+        slow.failed = True
+        slow.goes_on.set()
+        with pytest.raises(RuntimeError, match="the device failed"):
+            store.close()
+        assert not store.is_open
+        assert not slow.registered
         del ref
 
 

@@ -18,6 +18,7 @@ from shmstore import (
     Store,
     StoreFull,
     TableFull,
+    usage,
 )
 from shmstore.testing import Puppet, temporary_store
 
@@ -52,6 +53,18 @@ def test_store_full_says_how_much_is_free_in_which_pieces_and_who_holds_the_rest
             assert word in str(error)
         del mine
         store.sessions.release(["batch-1"], owner="learner")
+
+
+def test_who_finds_the_queue_full_is_told_so() -> None:
+    facts = dict.fromkeys(
+        ("requested", "capacity", "free", "largest_free", "building_bytes", "deferred_bytes"), 0
+    )
+    for waiters in (255, 256):
+        told = usage.store_full(
+            "StoreFull", {**facts, "waiters": waiters, "owners": [], "clients": []}
+        )
+        assert f"{waiters} others wait for room" in str(told)
+        assert ("the most that may" in str(told)) is (waiters == 256)
 
 
 def test_an_object_larger_than_the_arena_fails_at_once_even_with_time() -> None:

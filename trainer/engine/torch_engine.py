@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmstore import ObjectFreed
 from trainer.engine.batching import Batcher, Outcome
 from trainer.engine.model_runner import ModelRunner
 from trainer.engine.protocol import (
@@ -177,8 +178,9 @@ class TorchEngine:
         """Takes a published version. `in_flight`: between two decode steps. `pause`: running
         sequences end first, and none is admitted until then.
 
-        Raises EngineError when the version cannot be loaded; the model may then be half new, so
-        the engine refuses to go on.
+        Raises what the loader says of a version that is gone (ObjectFreed: ask with a newer one),
+        and EngineError when it cannot be loaded. Either way the engine goes on with what its model
+        holds, which are the old weights if the loader checks before it copies.
         """
         if self._loader is None:
             raise EngineError("this engine was made without load_weights=; it keeps its weights")
@@ -334,6 +336,9 @@ class TorchEngine:
             assert self._loop is not None
             try:
                 self._loader(self._runner.model, swap.weights)
+            except ObjectFreed as error:  # retired: as itself, whoever asked knows a newer one
+                self._loop.call_soon_threadsafe(_fail, swap.done, error)
+                continue
             except Exception as error:  # whatever the loader raises belongs to who asked for it
                 failure = EngineError(f"weights of step {swap.weights.model_step}: {error}")
                 failure.__cause__ = error
@@ -349,6 +354,6 @@ def _succeed(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _fail(future: asyncio.Future[None], error: EngineError) -> None:
+def _fail(future: asyncio.Future[None], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)

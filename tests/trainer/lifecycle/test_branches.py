@@ -12,10 +12,10 @@ import pytest
 
 from shmstore import Store
 from tests.trainer.lifecycle.kit import Desk, desk
-from trainer.engine.protocol import WeightsVersion
+from trainer.engine.protocol import SamplingParams, WeightsVersion
 from trainer.engine.scripted import Script, routing_of
 from trainer.environment import Session
-from trainer.rollout import IGNORE_LABEL, Prompt, Rollout, Status
+from trainer.rollout import IGNORE_LABEL, FinishReason, Prompt, Rollout, Status
 from trainer.staleness import StalenessBudget
 from trainer.testing import run_virtual
 
@@ -119,3 +119,65 @@ def test_L13_going_back_to_a_turn_that_is_none_fails_the_rollout_by_name(store: 
             assert "has no turn that ends at node 8; its turns end at [1]" in error
 
     run_virtual(main())
+
+
+class _Swaps:
+    """Two rollouts at once, one of which goes back to the other's turn."""
+
+    def __init__(self) -> None:
+        self.turns: list[Any] = []
+
+    async def run(self, session: Session, prompt: Prompt) -> None:
+        self.turns.append(await session.generate(prompt.text))
+        await session.generate("go on; ")
+        session.rewind(next(t for t in self.turns if t is not self.turns[-1]))
+        session.rewind(self.turns[-1])
+
+
+def test_L13_a_turn_of_another_session_is_refused_although_its_number_is_the_same(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        async with desk(store, environment=_Swaps(), dispatch=WIDE) as made:
+            await asyncio.sleep(5)
+            (error, *_) = made.producer.report().errors
+            assert "a turn of another session was given" in error
+
+    run_virtual(main())
+
+
+class _Notes:
+    """Two turns, and why they ended."""
+
+    def __init__(self) -> None:
+        self.reasons: list[list[FinishReason]] = []
+
+    async def run(self, session: Session, prompt: Prompt) -> None:
+        reasons: list[FinishReason] = []
+        self.reasons.append(reasons)
+        for content in (prompt.text, "go on; "):
+            reasons.append((await session.generate(content)).finish_reason)
+
+
+@pytest.mark.parametrize(
+    ("tokens_max", "reason"), [(6, FinishReason.LENGTH), (60, FinishReason.STOP)]
+)
+def test_L11_a_turn_on_record_says_again_why_it_ended(
+    store: Store, tokens_max: int, reason: FinishReason
+) -> None:
+    notes = _Notes()
+    params = SamplingParams(max_new_tokens=tokens_max)
+
+    async def main() -> None:
+        script = Script(token_s=1.0, tokens_min=8, tokens_max=8)
+        options = {"dispatch": WIDE, "produce": {"params": params}}
+        async with desk(store, script=script, environment=notes, **options) as made:
+            await asyncio.sleep(7.5)  # in every second turn
+            await made.producer.pause(10)
+            await made.producer.resume()
+            batch = await made.dispatcher.take(1, owner="learner", timeout=1000)
+            made.traces.release(batch.session_ids, owner="learner")
+
+    run_virtual(main())
+    assert len(notes.reasons) > len([one for one in notes.reasons if len(one) == 2]) > 0
+    assert {reason} == {found for one in notes.reasons for found in one}

@@ -32,6 +32,7 @@ from trainer.replay import ReplayBuffer
 from trainer.rollout import Group, Prompt, Rollout, Status
 from trainer.testing import make_segment, run_virtual, store_group
 from trainer.trace import TraceStore
+from trainer.waiting import Waiting
 
 P, L = "producer-0", "learner"
 
@@ -624,6 +625,23 @@ def test_a_put_beyond_the_byte_limit_waits_for_room_and_then_goes_on(store: Stor
         assert not waiting.done()
         await buffer.take({"math": 1}, train_step=1, owner=L)
         assert await waiting is Status.COMPLETED
+
+    run_virtual(main())
+
+
+def test_a_put_that_is_given_up_lets_the_next_one_have_its_room() -> None:
+    """Also when its turn had come already: the wake-up is passed on."""
+
+    async def main() -> None:
+        room = False
+        waiting = Waiting(lambda task: 0, lambda nbytes: room, lambda: None)
+        first, second = (asyncio.create_task(waiting.for_room("math", 1)) for _ in range(2))
+        await asyncio.sleep(0)
+        room = True
+        waiting.wake()
+        first.cancel()
+        await asyncio.wait_for(second, 1)
+        assert first.cancelled()
 
     run_virtual(main())
 

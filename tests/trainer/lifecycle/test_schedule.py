@@ -302,6 +302,26 @@ def test_L23_the_schedule_syncs_first_when_the_engines_are_too_old(store: Store)
     assert [entry for entry in log if "told" not in entry] == [*wanted, "sync 3 in_flight"]
 
 
+def test_a_learner_that_waits_for_weights_first_counts_that_as_waiting(store: Store) -> None:
+    async def main() -> None:
+        budget = StalenessBudget(max_staleness=1, sync_interval=3, max_token_staleness=0)
+        async with desk(store, dispatch={"budget": budget}) as made:
+            parts = _Parts(made)
+            sync = parts.sync
+
+            async def slow_sync(model_step: int, mode: SyncMode) -> None:
+                await asyncio.sleep(50)
+                await sync(model_step, mode)
+
+            parts.sync = slow_sync  # type: ignore[method-assign]
+            await _run(made, "async", parts, sync_interval=3, sync_mode="in_flight", steps=3)
+            first, *later = parts.reports
+            assert first.wait_s < 50
+            assert all(report.wait_s >= 50 for report in later)
+
+    run_virtual(main())
+
+
 def test_L29_the_window_says_how_long_producers_worked_and_stood_still(store: Store) -> None:
     async def main() -> None:
         async with desk(store, script=Script(token_s=0.5)) as made:

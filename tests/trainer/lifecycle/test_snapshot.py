@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shmstore import Store, headers
+from shmstore import SessionReleased, Store, headers
 from shmstore.testing import Puppet, temporary_store
 from tests.trainer.lifecycle.kit import desk
 from trainer import snapshot
@@ -300,6 +301,42 @@ async def test_L24_the_snapshot_is_of_one_moment_while_learner_and_producer_go_o
     assert await _resumed(tmp_path / "s") == before
     assert store.sessions.list("snapshot") == []
     assert sorted(store.sessions.list()) == ["g2-0", "g2-1", "later-0", "later-1"]
+
+
+async def test_a_snapshot_that_is_cancelled_ends_before_anyone_removes_its_folder(
+    store: Store, traces: TraceStore, tmp_path: Path
+) -> None:
+    """A thread cannot be cancelled: it must not write to a folder that is given up."""
+    buffer = await _filled(store, traces)
+    reached, go_on = asyncio.Event(), threading.Event()
+    loop, steps = asyncio.get_running_loop(), []
+
+    def hook(step: str) -> None:
+        steps.append(step)
+        loop.call_soon_threadsafe(reached.set)
+        assert go_on.wait(30)
+
+    writing = asyncio.create_task(snapshot.write(buffer.freeze(), tmp_path / "s", hook))
+    await reached.wait()
+    writing.cancel()
+    await asyncio.sleep(0)
+    assert not writing.done()
+    assert store.sessions.list("snapshot") != []
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert len(await _resumed(tmp_path / "s")) == 4
+    assert store.sessions.list("snapshot") == []
+
+
+async def test_nothing_stays_pinned_when_a_session_is_gone(
+    store: Store, traces: TraceStore
+) -> None:
+    groups = [store_group(traces, "a"), store_group(traces, "b")]
+    store.sessions.release(groups[1].session_ids, owner="*")
+    with pytest.raises(SessionReleased):
+        snapshot.freeze(store, groups, {})
+    assert store.sessions.list("snapshot") == []
 
 
 def _arena_objects(store: Store) -> int:

@@ -16,6 +16,7 @@ from tests.shmstore.slow_device import settle, slow_device
 from tests.trainer.model.families import family, request
 from trainer.engine.protocol import WeightsVersion
 from trainer.engine.torch_engine import TorchEngine
+from trainer.engine_router import EngineRouter
 from trainer.errors import EngineError
 from trainer.model_config import EngineConfig
 from trainer.weights import WeightsMismatch, load_into, publish
@@ -144,6 +145,34 @@ def test_an_engine_goes_on_with_published_weights_and_frees_nothing_of_them(stor
     for one, two in zip(learner_model.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, two)
     assert "weights-5" in store.sessions
+
+
+def test_an_engine_that_is_told_of_a_retired_version_takes_the_newer_one(store: Store) -> None:
+    """Retired while it was on its way: the engine says so by name, and the router asks again."""
+    source = _changed(family("llama")[0])
+    old, new = _published(source, store, 1), _published(_changed(source), store, 2)
+    store.sessions.release(["weights-1"], owner="weights")
+    model, tokenizer = family("llama")
+
+    async def run() -> None:
+        engine = TorchEngine(
+            model, tokenizer, EngineConfig(), load_weights=lambda m, v: load_into(m, store, v)
+        )
+        router = EngineRouter({"engine-0": engine}, engine.info, ())
+        try:
+            with pytest.raises(ObjectFreed):
+                await engine.load_weights(old)
+            comes_up = asyncio.create_task(router.up("engine-0", old))
+            await asyncio.sleep(0)  # it has been sent the old version
+            await router.load_weights(new)
+            await comes_up
+            assert set((await router.generate(request("r", [4, 5, 6]))).model_steps.tolist()) == {2}
+        finally:
+            await engine.aclose()
+
+    asyncio.run(run())
+    for one, two in zip(source.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_weights_cross_to_a_device_and_back_without_a_copy_on_the_way(

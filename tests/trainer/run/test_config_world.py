@@ -127,6 +127,14 @@ def test_what_is_read_of_a_model_class_is_what_the_class_says() -> None:
         assert {"hidden_size", "num_attention_heads", "vocab_size"} <= set(read.kinds)
 
 
+def test_a_model_type_with_a_hyphen_leads_to_its_class_too() -> None:
+    assert architectures()["ModernBertDecoderForCausalLM"] == "modernbert-decoder"
+    assert architectures()["GPT2LMHeadModel"] == "gpt2"
+    fields = fields_of("XLMRobertaForCausalLM")
+    assert fields is not None
+    assert "hidden_size" in fields.kinds
+
+
 def folder_of_a_model(folder: Path, **config: object) -> str:
     """A folder that looks like a model: its sizes and a tokenizer of 10 tokens."""
     folder.mkdir()

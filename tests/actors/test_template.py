@@ -1,0 +1,117 @@
+"""The template process under pressure: refused forks, a full socket, a death at a bad moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import actors
+from actors.spawn import Spawner
+
+from .conftest import wait_until_gone
+
+LIMIT_S = 60.0
+
+# What the template imports in these tests, to find another `os.fork`.
+REFUSING = """
+import errno, os
+_fork, _calls = os.fork, []
+def fork():
+    _calls.append(1)
+    if len(_calls) in (2, 4):
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return _fork()
+os.fork = fork
+"""
+DYING = """
+import os, signal
+_fork = os.fork
+def fork():
+    pid = _fork()
+    if pid and not os.path.exists({marker!r}):
+        with open({marker!r}, "w") as file:
+            file.write(str(pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pid
+os.fork = fork
+"""
+
+
+class Victim:
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class Warmed(actors.Runtime):
+    """Its template has imported one module more."""
+
+    def _make_spawner(self, loop: asyncio.AbstractEventLoop) -> Spawner:
+        return Spawner(loop, self._on_exit, ["other_fork"])
+
+
+@pytest.fixture
+def other_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the module for the template goes."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "other_fork.py"
+
+
+async def test_a_fork_that_the_system_refuses_costs_that_actor_and_no_other(
+    other_fork: Path,
+) -> None:
+    other_fork.write_text(REFUSING)
+    async with Warmed() as rt:
+        other = await rt.spawn(Victim)
+        pid = await other.pid()
+        with pytest.raises(actors.SpawnFailed, match="refused another process: Resource"):
+            await rt.spawn(Victim)
+        victim = await rt.spawn(Victim, restart=actors.Restart(max=3, within=60))
+        os.kill(await victim.pid(), signal.SIGKILL)
+        with pytest.raises(actors.ActorDied, match="could not be started again"):
+            await asyncio.wait_for(_until_it_stays_dead(victim), LIMIT_S)
+        assert await other.pid() == pid
+
+
+async def _until_it_stays_dead(actor: actors.Handle) -> None:
+    while True:
+        try:
+            await actor.pid.using(when_down="wait")()
+        except actors.ActorDied as death:
+            if "could not be started again" in str(death):
+                raise
+            await asyncio.sleep(0)  # the call that was under way at its death
+
+
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+async def test_spawns_that_wait_for_room_in_the_socket_all_go_on(end: signal.Signals) -> None:
+    """Also when the template dies meanwhile: another one forks them."""
+    async with actors.Runtime() as rt:
+        spawner, supervisor = rt._spawner, rt._supervisor
+        assert spawner is not None
+        assert supervisor is not None
+        await rt.spawn(Victim)
+        os.kill(spawner.pid, signal.SIGSTOP)
+        padding = {"PADDING": "x" * 90_000}  # two requests or so fill the socket
+        spawns = [asyncio.create_task(rt.spawn(Victim, env=padding)) for _ in range(6)]
+        while len(supervisor.records) < 7 or not spawner._sending.locked():
+            await asyncio.sleep(0.01)
+        os.kill(spawner.pid, end)
+        victims = await asyncio.wait_for(asyncio.gather(*spawns), LIMIT_S)
+        assert len({await victim.pid() for victim in victims}) == 6
+
+
+async def test_nothing_lives_of_a_detached_actor_whose_template_died_before_it_said_so(
+    other_fork: Path, tmp_path: Path
+) -> None:
+    marker = tmp_path / "forked"
+    other_fork.write_text(DYING.format(marker=str(marker)))
+    async with Warmed() as rt:
+        victim = await rt.spawn(Victim, detached=True)
+        orphan = int(marker.read_text())
+        assert await victim.pid() != orphan
+        assert wait_until_gone([orphan], LIMIT_S) == []
+        await victim.kill()

@@ -1,0 +1,188 @@
+"""What holds a run together, piece by piece: deaths at bad moments, damaged files, broken pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import trainer.cli
+from actors import ActorDied
+from shmstore import Store
+from tests.trainer.run.runs import ROOT, TINY
+from trainer.checkpoint import read_checkpoint
+from trainer.config import load
+from trainer.display import QuietDisplay
+from trainer.driver import Driver
+from trainer.errors import EngineError, SnapshotError, SnapshotVersion
+from trainer.fit import _Run, open_sources
+from trainer.learner_actor import LEARNER_OWNER, LearnerReady
+from trainer.learner_link import LearnerLink, StateLost
+from trainer.replay import REPLAY_OWNER
+from trainer.rollout import Group
+from trainer.summary import Summary
+from trainer.testing import store_group
+from trainer.trace import TraceStore
+
+
+class _Learner:
+    """The handle of a learner that keeps no state in the arena and dies in its first step."""
+
+    state = "ready"
+
+    def __init__(self, store: Store, *, released: bool) -> None:
+        self._store = store
+        self._released = released
+        self.batches: list[list[str]] = []
+
+    @property
+    def start(self) -> Any:
+        async def start(*_: object) -> LearnerReady:
+            return LearnerReady(0, 1, {}, "start")
+
+        return SimpleNamespace(using=lambda **_: start)
+
+    async def train(self, groups: list[Group], train_step: int, publish: bool) -> Any:
+        ids = [sid for group in groups for sid in group.session_ids]
+        self.batches.append(ids)
+        if len(self.batches) == 1:
+            if self._released:
+                self._store.sessions.release(ids, owner=LEARNER_OWNER)
+            else:  # as its heir gets them when it dies
+                self._store.sessions.transfer(ids, src=LEARNER_OWNER, dst=REPLAY_OWNER)
+            raise ActorDied("learner", "killed by signal 9")
+        assert self._store.sessions.list(LEARNER_OWNER) == sorted(ids)
+        return SimpleNamespace(weights=None)
+
+
+@pytest.mark.parametrize("released", [False, True])
+async def test_L07_a_learner_without_a_state_that_dies_in_its_first_step(
+    store: Store, released: bool
+) -> None:
+    """Before its batch was released the batch is trained again; after that, it is lost with it."""
+    handle = _Learner(store, released=released)
+    link = LearnerLink(cast(Any, handle), store, note=lambda _: None)
+    await link.start(None)
+    group = store_group(TraceStore(store), "a", owner=LEARNER_OWNER)
+    if released:
+        with pytest.raises(StateLost, match="it died when step 1 was done"):
+            await link.train([group], 1)
+    else:
+        await link.train([group], 1)
+    assert len(handle.batches) == (1 if released else 2)
+
+
+async def test_a_mixture_that_holds_nothing_out_trains_without_evaluation() -> None:
+    config = load(TINY, ["tasks[0].source.holdout=0"])
+    assert config.eval.prompts > 0
+    assert open_sources(config, held_out=True) == []
+    driver = object.__new__(Driver)
+    driver._config, driver._held_out = config, []
+    await driver._evaluate()  # asks no producer: there is none
+
+
+async def test_a_producer_that_cannot_be_prepared_ends_the_learners_start() -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def start(*_: object) -> LearnerReady:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError
+
+    async def prepare() -> None:
+        await started.wait()
+        raise EngineError("no engine")
+
+    async def host(*_: object, **__: object) -> None: ...
+
+    parts: Any = SimpleNamespace(
+        runtime=SimpleNamespace(host=host),
+        learner=SimpleNamespace(start=start),
+        producer=SimpleNamespace(prepare=prepare),
+    )
+    run = object.__new__(_Run)
+    run.checkpoint, run.display, run.stop = None, QuietDisplay(), asyncio.Event()
+    with pytest.raises(EngineError, match="no engine"):
+        await run._start(parts)
+    assert ended.is_set()
+
+
+GOOD = {"format": 1, "train_step": 7, "totals": Summary("r").totals()}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        json.dumps(GOOD)[:-9],
+        "[]",
+        json.dumps({**GOOD, "train_step": None}),
+        json.dumps({**GOOD, "totals": {"steps": 7}}),
+    ],
+)
+def test_a_damaged_checkpoint_is_an_error_that_names_the_file(
+    tmp_path: Path, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "driver.json").write_text(text)
+    with pytest.raises(SnapshotError, match=r"driver\.json is damaged .*latest"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_whole_checkpoint_is_read_and_one_of_another_version_is_named(tmp_path: Path) -> None:
+    (tmp_path / "driver.json").write_text(json.dumps(GOOD))
+    assert read_checkpoint(tmp_path).train_step == 7
+    (tmp_path / "driver.json").write_text(json.dumps({**GOOD, "format": 9}))
+    with pytest.raises(SnapshotVersion, match="format 9; this version reads 1"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("(cli._tell('x' * 100_000), 3)[1]", 3),
+        ("(cli._tell('x'), 3)[1]", 3),
+        ("(print('x'), 3)[1]", 3),
+        ("(print('x' * 100_000), 3)[1]", 0),
+    ],
+)
+def test_a_reader_that_has_gone_does_not_change_how_a_command_ends(
+    command: str, status: int
+) -> None:
+    """What the command came to when that is known: `print` may fail before."""
+    code = f"import sys; from trainer import cli; sys.exit(cli._guarded(lambda: {command}))"
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        child = subprocess.run(
+            [sys.executable, "-E", "-c", code],  # whether it buffers is not the environment's
+            cwd=ROOT,
+            stdout=write,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        os.close(write)
+    assert (child.returncode, child.stderr) == (status, b"")
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error_of_the_command(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def command() -> int:
+        raise BrokenPipeError(32, "a tool has gone")
+
+    assert trainer.cli._guarded(command) == 1
+    assert "a tool has gone" in capfd.readouterr().err

@@ -214,7 +214,7 @@ def test_a_draft_that_another_thread_seals_is_taken() -> None:
         draft = store.reserve(4, session="s")
         taken = False
         with stopped_inside(store):
-            for _ in range(TRIES):
+            for _ in range(20):  # on a loaded machine one may pass unseen
                 sealer = threading.Thread(target=refused, args=(draft.seal,))
                 sealer.start()
                 while sealer.is_alive() and not taken:

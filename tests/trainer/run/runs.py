@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,11 @@ class Run:
         found: list[psutil.Process] = []
 
         def look() -> bool:
-            found[:] = [p for p in self.processes() if p.name() == name and p.pid != not_pid]
+            found.clear()
+            for process in self.processes():
+                with suppress(psutil.NoSuchProcess):  # it ended since it was listed
+                    if process.name() == name and process.pid != not_pid:
+                        found.append(process)
             return bool(found)
 
         self._wait(look, f"process {name}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ class Dispatcher:
         self._tasks = {task: _Task() for task in self.mix.tasks}
         self._in_production: dict[str, tuple[Work, str]] = {}
         self._drawers: dict[asyncio.Future[None], str] = {}
+        self._deaths: Counter[str] = Counter()
         self._held: set[str] = set()
         self._resting = False
         buffer.on_change(self._wake)
@@ -80,10 +82,13 @@ class Dispatcher:
 
     async def draw(self, owner: str, n: int = 1) -> list[Work]:
         """Up to `n` groups to produce; waits until there is at least one. `PartFailed` when the run
-        is over.
+        is over, or when `owner` dies or gives back meanwhile: nobody would produce them.
         """
+        deaths = self._deaths[owner]
         while True:
             self.buffer.waiting.raise_failure()
+            if self._deaths[owner] != deaths:
+                raise PartFailed(owner, "it died while it waited for work")
             held = self._resting or owner in self._held
             works = [] if held else self._draw_now(owner, n)
             if works:
@@ -221,10 +226,7 @@ class Dispatcher:
         again.
         """
         self._held.discard(owner)
-        # What a dead producer asked for must not be given to it when the work comes.
-        for waiter, drawer in self._drawers.items():
-            if drawer == owner and not waiter.done():
-                waiter.set_exception(PartFailed(owner, "it died while it waited for work"))
+        self._deaths[owner] += 1  # its draws, waiting or just woken, get nothing any more
         offered, lost = self.buffer.owner_died(owner)
         for group in lost:
             self._leave_production(group.uid)

@@ -214,6 +214,22 @@ async def test_L12_a_draw_that_a_dead_producer_left_behind_gets_no_work(store: S
     assert len(await _draw(dispatcher)) == 2  # the successor, under the same name
 
 
+async def test_L12_a_draw_that_had_been_woken_when_its_producer_gave_back_gets_no_work(
+    store: Store, traces: TraceStore
+) -> None:
+    """Simulation seed 10284: sessions of a producer that had stopped were left at the end."""
+    dispatcher = _dispatcher(store, batch_groups=1)
+    (work,) = await _draw(dispatcher)
+    left_behind = asyncio.create_task(dispatcher.draw(P))
+    await asyncio.sleep(0)
+    await dispatcher.put(_made(traces, work, Status.ABORTED), owner=P)  # it could go on now
+    await dispatcher.give_back(P)
+    with pytest.raises(PartFailed, match="died while it waited"):
+        await left_behind
+    assert store.sessions.list(P) == []
+    assert len(await _draw(dispatcher)) == 1
+
+
 async def test_L12_a_lent_group_dies_with_its_producer_and_its_prompt_goes_out_again(
     store: Store, traces: TraceStore
 ) -> None:

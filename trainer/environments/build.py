@@ -17,7 +17,7 @@ from trainer.environments.tools import ToolLoop
 from trainer.errors import ToolError
 from trainer.judge import TaskJudge, build_judge
 from trainer.rollout import Prompt, Trace
-from trainer.targets import TargetError, resolve
+from trainer.user_code.targets import TargetError, resolve
 
 __all__ = ["ByTask", "build_environment"]
 

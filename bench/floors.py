@@ -20,7 +20,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,33 +144,6 @@ def unix_socket_round_trip(n: int = 2000) -> Samples:
     return samples
 
 
-def _echo_pipe(reader: Connection, writer: Connection) -> None:
-    pin(1)
-    source, sink = reader.fileno(), writer.fileno()
-    while (message := os.read(source, 64)) and message != STOP:
-        os.write(sink, message)
-
-
-def pipe_round_trip(n: int = 2000) -> Samples:
-    """64 bytes through one pipe and back through another, blocking."""
-    far_reader, near_writer = _SPAWN.Pipe(duplex=False)
-    near_reader, far_writer = _SPAWN.Pipe(duplex=False)
-    source, sink = near_reader.fileno(), near_writer.fileno()
-    with echo_process(_echo_pipe, far_reader, far_writer), pinned(0):
-
-        def trip() -> float:
-            begin = time.perf_counter_ns()
-            os.write(sink, MESSAGE)
-            os.read(source, 64)
-            return time.perf_counter_ns() - begin
-
-        samples = collect(trip, n, warm_up=200)
-        os.write(sink, STOP)
-    for end in (far_reader, near_writer, near_reader, far_writer):
-        end.close()
-    return samples
-
-
 class Futex:
     """Two 32-bit words in a shared file, waited on with the system call. From Python: one ctypes
     call (about 1 µs) lies on top of the kernel's own time."""
@@ -209,43 +181,6 @@ class Futex:
                 ctypes.c_uint32(value),
                 ctypes.byref(self._limit),
             )
-
-
-_HERE, _THERE, _LEAVE = 0, 16, 0xFFFFFFFF
-
-
-def _echo_futex(path: str) -> None:
-    pin(1)
-    futex = Futex(path)
-    seen = 0
-    while True:
-        futex.wait_while(_THERE, seen)
-        seen = int(futex.words[_THERE])
-        if seen == _LEAVE:
-            return
-        futex.set_and_wake(_HERE, seen)
-
-
-def futex_round_trip(n: int = 2000) -> Samples:
-    """A word to the other process and one back, both sides asleep in futex(2)."""
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        file.truncate(4096)
-        with echo_process(_echo_futex, file.name), pinned(0):
-            futex = Futex(file.name)
-            turn = 0
-
-            def trip() -> float:
-                nonlocal turn
-                begin = time.perf_counter_ns()
-                futex.set_and_wake(_THERE, turn + 1)
-                futex.wait_while(_HERE, turn)
-                elapsed_ns = time.perf_counter_ns() - begin
-                turn += 1
-                return elapsed_ns
-
-            samples = collect(trip, n, warm_up=200)
-            futex.set_and_wake(_THERE, _LEAVE)
-    return samples
 
 
 def _echo_zmq(address: str) -> None:

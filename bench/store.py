@@ -25,7 +25,6 @@ from bench.report import (
     BenchArgs,
     Report,
     Row,
-    Samples,
     at_most,
     collect,
     lap,
@@ -119,37 +118,29 @@ def copy_rows(report: Report) -> None:
 
 
 def hand_over_rows(report: Report) -> None:
-    """Waiting and spinning; the floor is two wake-ups through a futex, from Python."""
+    """Waiting beside a futex round trip of the same two processes, and spinning."""
     n = 300 if report.args.quick else 1000
-    futex = floors.futex_round_trip(n)
-    pipe = floors.pipe_round_trip(n)
-    report.add(
-        futex.row("hand-over 1 KiB, waiting", "floor: futex round trip"),
-        pipe.row("hand-over 1 KiB, waiting", "floor: pipe round trip"),
-    )
     for size_bytes in (KIB, MIB) if report.args.quick else (KIB, 64 * KIB, MIB, 64 * MIB):
         times = n if size_bytes <= MIB else 20
-        for spinning in (False, True):
-            mode = "spinning" if spinning else "waiting"
-            if spinning and len(os.sched_getaffinity(0)) < 2:
-                report.remark("one core only: no spinning hand-over")
-                continue
-            taken = handover.hand_over(size_bytes, times, spinning)
-            row = taken.row(f"hand-over {size_name(size_bytes)}, {mode}", "shmrl")
-            report.add(_with_hand_over_goal(row, size_bytes, spinning, futex))
-
-
-def _with_hand_over_goal(row: Row, size_bytes: int, spinning: bool, futex: Samples) -> Row:
-    fields = {**row.__dict__}
-    if size_bytes == KIB and spinning:
-        fields["goals"] = (at_most(6e-6),)
-    elif size_bytes == KIB:
-        fields |= {
-            "reference": "floor: futex round trip",
-            "ratio": row.median / futex.median_s,
-            "goals": (at_most(1.1, "ratio"),),
-        }
-    return Row(**fields)
+        work = f"hand-over {size_name(size_bytes)}"
+        small = size_bytes == KIB
+        taken, round_trips = handover.waiting(size_bytes, times)
+        floor = "floor: futex round trip"
+        report.add(
+            round_trips.row(f"{work}, waiting", floor),
+            taken.row(
+                f"{work}, waiting",
+                "shmrl",
+                against=(floor, round_trips),
+                goals=(at_most(1.1, "ratio"),) if small else (),
+            ),
+        )
+        if len(os.sched_getaffinity(0)) < 2:
+            report.remark("one core only: no spinning hand-over")
+            continue
+        spun = handover.spinning(size_bytes, times)
+        goals = (at_most(6e-6),) if small else ()
+        report.add(spun.row(f"{work}, spinning", "shmrl", goals=goals))
 
 
 def session_rows(report: Report) -> None:

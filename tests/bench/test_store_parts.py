@@ -53,11 +53,22 @@ def test_a_round_of_objects_leaves_nothing() -> None:
         assert store.stats().objects == 0
 
 
-@pytest.mark.parametrize("spinning", [False, True])
-def test_every_hand_over_arrives(spinning: bool) -> None:
-    samples = handover.hand_over(objects.KIB, 5, spinning)
+def test_every_hand_over_to_a_spinning_consumer_arrives() -> None:
+    samples = handover.spinning(objects.KIB, 5)
     assert samples.n == 5
     assert min(samples.laps_ns) > 0
+
+
+def test_a_waiting_hand_over_and_its_floor_are_of_the_same_turns() -> None:
+    taken, round_trips = handover.waiting(objects.KIB, 20)
+    assert taken.n == round_trips.n >= 10
+    assert min(*taken.laps_ns, *round_trips.laps_ns) > 0
+
+
+def test_turns_in_which_nobody_slept_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "_sleeps", lambda: 0)  # here; the consumer is another process
+    with pytest.raises(AssertionError, match="did both sleep"):
+        handover.waiting(objects.KIB, 5)
 
 
 def test_reclaim_measures_both_ways_of_coming_back() -> None:

@@ -44,7 +44,7 @@ crash: ctest
 	$(CTEST)/shmrl_crash_canary --only transfer_many,release_many,free_many >$(CTEST)/canary.log 2>&1; \
 	    test $$? -eq 1 && grep -q "neither before nor after" $(CTEST)/canary.log && echo "the canary was caught"
 
-# Whole training runs on virtual time with random deaths; SEEDS=5000 for an hour's worth.
+# Whole training runs on virtual time with random deaths: about eight a second.
 SEEDS ?= 1000
 simulate: install
 	$(PY) -m tests.simulation --seeds $(SEEDS)

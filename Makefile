@@ -63,7 +63,7 @@ aarch64-check:
 	$(AARCH64_RUN) $(AARCH64)/shmrl_fuzz_bytes --rounds 200
 	$(AARCH64_RUN) $(AARCH64)/shmrl_soak --seconds 5
 
-# Whole training runs on virtual time with random deaths; SEEDS=5000 for an hour's worth.
+# Whole training runs on virtual time with random deaths: about eight a second.
 SEEDS ?= 1000
 simulate: install
 	$(PY) -m tests.simulation --seeds $(SEEDS)

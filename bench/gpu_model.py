@@ -19,8 +19,8 @@ from bench.report import Row, at_least, at_most
 from trainer.engine.protocol import GenerateRequest, Generation, SamplingParams
 from trainer.engine.torch_engine import TorchEngine
 from trainer.learner import Learner
-from trainer.model_config import EngineConfig, LearnerConfig, ModelConfig
-from trainer.models import build_model
+from trainer.model.config import EngineConfig, LearnerConfig, ModelConfig
+from trainer.model.models import build_model
 from trainer.rollout import IGNORE_LABEL, Trace
 
 LOGPROB_BOUND = 1e-4

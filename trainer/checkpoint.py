@@ -7,7 +7,7 @@
 
 Owns the composition and its format version. Promises (lifecycle L24, L25): everything is of one
 moment, the end of a train step; the producer goes on meanwhile; the folder is whole or absent,
-and `latest` names it last (`trainer.run_folder`). The buffer's part is `trainer.snapshot`'s.
+and `latest` names it last (`trainer.run.folder`). The buffer's part is `trainer.snapshot`'s.
 Written by the driver between two steps.
 """
 
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import snapshot
 from trainer.errors import SnapshotError, SnapshotVersion, TrainerError
-from trainer.run_folder import RunFolder
-from trainer.summary import Summary
+from trainer.run.folder import RunFolder
+from trainer.run.summary import Summary
 
 if TYPE_CHECKING:
     from trainer.dispatch import Dispatcher
-    from trainer.learner_link import LearnerLink
+    from trainer.run.learner_link import LearnerLink
 
 __all__ = ["Checkpoint", "CheckpointFailed", "read_checkpoint", "write_checkpoint"]
 

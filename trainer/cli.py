@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainer.summary import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from trainer.run.summary import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 
 __all__ = ["main"]
 
@@ -168,8 +168,8 @@ def _version() -> str:
 
 def _train(options: argparse.Namespace) -> int:
     from trainer.config import load
-    from trainer.run_folder import RunFolder, default_run_name
-    from trainer.wiring import check_devices
+    from trainer.run.folder import RunFolder, default_run_name
+    from trainer.run.wiring import check_devices
 
     config = load(options.config, options.overrides)
     check_devices(config, _gpus())
@@ -178,8 +178,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from trainer.run_folder import RunFolder
-    from trainer.wiring import check_devices
+    from trainer.run.folder import RunFolder
+    from trainer.run.wiring import check_devices
 
     folder = RunFolder.open(options.run)
     config = folder.config(tuple(options.overrides))
@@ -190,7 +190,7 @@ def _resume(options: argparse.Namespace) -> int:
 
 def _fit(folder: object, options: argparse.Namespace, *, resume: bool) -> int:
     from trainer.fit import run_blocking
-    from trainer.run_folder import RunFolder
+    from trainer.run.folder import RunFolder
 
     assert isinstance(folder, RunFolder)
     summary = run_blocking(folder, resume=resume, quiet=options.quiet, gpus=_gpus())
@@ -202,8 +202,8 @@ def _fit(folder: object, options: argparse.Namespace, *, resume: bool) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from trainer.eval_run import evaluate_run
-    from trainer.run_folder import RunFolder
+    from trainer.run.eval_run import evaluate_run
+    from trainer.run.folder import RunFolder
 
     folder = RunFolder.open(options.run)
     result = evaluate_run(

@@ -28,7 +28,7 @@ from trainer.errors import BadGroup, ConfigError, EndOfData, PartFailed, Stalene
 from trainer.expiry import Expiry
 from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
-from trainer.replay_away import name_some
+from trainer.replay.away import name_some
 from trainer.rollout import Batch, Group, Status
 from trainer.staleness import StalenessBudget
 from trainer.work import DispatchConfig, Work

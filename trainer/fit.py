@@ -2,7 +2,7 @@
 
 Owns the order of things in the driver's process: arena, processes, prompts and buffer, the
 training loop, and at the end, however it comes, letting everything go and saying what is left
-(lifecycle L26, L27). The loop is `trainer.driver`'s, the answers to deaths are the links', the
+(lifecycle L26, L27). The loop is `trainer.run.driver`'s, the answers to deaths are the links', the
 books are the ledger's.
 
 `run_blocking` is what the command line calls; `fit` is for people with a loop of their own. Both
@@ -23,24 +23,23 @@ from shmstore import Store, StoreError
 from trainer import snapshot
 from trainer.checkpoint import Checkpoint, read_checkpoint
 from trainer.config import Config
-from trainer.desk import ProgressBoard, RemoteDesk
 from trainer.dispatch import DispatchConfig, Dispatcher
-from trainer.display import Display, QuietDisplay, make_display
-from trainer.driver import Driver
 from trainer.environments import PromptSource, build_source
 from trainer.errors import NoProgress, TrainerError
 from trainer.expiry import Expiry, ExpiryAction
-from trainer.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
-from trainer.learner_link import StateLost
-from trainer.learner_state import STATE_OWNER
 from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, tensorboard_missing
-from trainer.plot import plot_rewards
 from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
-from trainer.run_folder import RunFolder
-from trainer.staleness import StalenessBudget
-from trainer.summary import (
+from trainer.run.desk import ProgressBoard, RemoteDesk
+from trainer.run.display import Display, QuietDisplay, make_display
+from trainer.run.driver import Driver
+from trainer.run.folder import RunFolder
+from trainer.run.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
+from trainer.run.learner_link import StateLost
+from trainer.run.learner_state import STATE_OWNER
+from trainer.run.plot import plot_rewards
+from trainer.run.summary import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_LEFTOVERS,
@@ -48,8 +47,9 @@ from trainer.summary import (
     ArenaLeft,
     Summary,
 )
-from trainer.watchdog import Watchdog
-from trainer.wiring import PRODUCER_OWNER, Parts, open_parts
+from trainer.run.watchdog import Watchdog
+from trainer.run.wiring import PRODUCER_OWNER, Parts, open_parts
+from trainer.staleness import StalenessBudget
 
 __all__ = ["fit", "open_arena", "open_sources", "run_blocking"]
 

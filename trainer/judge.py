@@ -15,10 +15,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from trainer.call_pool import CallFailed, CallPool
 from trainer.config import JudgeConfig, TaskConfig
 from trainer.errors import JudgeError
 from trainer.rollout import Prompt, Trace
+from trainer.user_code.pool import CallFailed, CallPool
 
 __all__ = ["TaskJudge", "build_judge", "finite", "score_exact", "score_numeric"]
 
@@ -49,12 +49,12 @@ def build_judge(task: TaskConfig) -> TaskJudge:
     if config.kind == "reasoning_gym":
         source = task.source
         return _InProcess(
-            "trainer.judge_calls:reasoning_gym_score",
+            "trainer.user_code.judges:reasoning_gym_score",
             config,
             {"dataset": source.dataset, "params": dict(source.params)},
         )
     if config.kind == "math_verify":
-        return _InProcess("trainer.judge_calls:math_verify_score", config, {})
+        return _InProcess("trainer.user_code.judges:math_verify_score", config, {})
     assert config.target is not None, "config_checks lets no callable without a target through"
     return _InProcess(config.target, config, None)
 

@@ -22,19 +22,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from trainer.errors import ConfigError, SnapshotError, TrainerError
 from trainer.loss import correction_weights, kl_k3, policy_loss, token_weights
-from trainer.model_config import LearnerConfig
-from trainer.optim import Optimizer
-from trainer.packed_forward import (
+from trainer.model.config import LearnerConfig
+from trainer.model.packed_forward import (
     PackedTraces,
     TokenScores,
     score,
     share_key,
     trained_positions,
 )
+from trainer.model.shared_packing import shared_passes
+from trainer.optim import Optimizer
 from trainer.packing import pack_in_passes
 from trainer.rollout import Trace
 from trainer.routing import Routing
-from trainer.shared_packing import shared_passes
 
 __all__ = ["Learner", "UpdateNotFinite"]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.model_config import LearnerConfig
+from trainer.model.config import LearnerConfig
 
 __all__ = [
     "TokenLoss",

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.errors import SnapshotError
-from trainer.model_config import LearnerConfig
+from trainer.model.config import LearnerConfig
 
 __all__ = ["Optimizer", "learning_rate"]
 

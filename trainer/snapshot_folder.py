@@ -9,7 +9,7 @@ writer. `SnapshotReader` compares every file that it hands out with the marker: 
 missing, cut or changed is a `SnapshotError` that names it.
 
 Knows nothing of what the files mean; called by `trainer.snapshot`, from any thread. `to_the_end`
-is for whoever writes files in a thread of their loop, as `trainer.run_folder` does too.
+is for whoever writes files in a thread of their loop, as `trainer.run.folder` does too.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.simulation import world
-from trainer import replay
 from trainer.conversation import Conversation
 from trainer.dispatch import Dispatcher
 from trainer.expiry import Expiry
 from trainer.prompts import PromptSampler
+from trainer.replay import buffer as replay
 from trainer.rollout import Group
 from trainer.trace import TraceStore
 

@@ -23,7 +23,7 @@ from trainer.engine.protocol import Generation
 from trainer.engine.sampling import BatchSampling, sample
 from trainer.engine.sequence import Cancelled, Sequence
 from trainer.errors import EngineError
-from trainer.model_config import EngineConfig
+from trainer.model.config import EngineConfig
 from trainer.rollout import FinishReason
 from trainer.routing import narrow_array
 

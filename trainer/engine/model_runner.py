@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.engine.kv_cache import CacheShape, DecodeLayout, ExtendLayout, Extension, SlotCache
-from trainer.model_config import EngineConfig
+from trainer.model.config import EngineConfig
 from trainer.routing import Routing, stack_recorded, storage_dtype
 
 __all__ = ["ModelRunner"]

@@ -35,8 +35,8 @@ from trainer.engine.sampling import seed_of
 from trainer.engine.sequence import Cancelled
 from trainer.engine.sequence import Sequence as _Sequence
 from trainer.errors import EngineError
-from trainer.model_config import EngineConfig
-from trainer.models import context_max
+from trainer.model.config import EngineConfig
+from trainer.model.models import context_max
 
 __all__ = ["EngineClosed", "EngineCounters", "PromptTooLong", "TorchEngine", "WeightsLoader"]
 

@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.config import EnvironmentConfig, TaskConfig
+from trainer.config.schema import EnvironmentConfig, TaskConfig
 from trainer.environment import Environment, Session
 from trainer.environments.single_turn import SingleTurn
 from trainer.environments.tools import ToolLoop
 from trainer.errors import ToolError
 from trainer.judge import TaskJudge, build_judge
 from trainer.rollout import Prompt, Trace
-from trainer.targets import TargetError, resolve
+from trainer.user_code.targets import TargetError, resolve
 
 __all__ = ["ByTask", "build_environment"]
 

@@ -17,11 +17,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.call_pool import CallFailed, CallPool
 from trainer.environment import Session
 from trainer.environments.single_turn import said
 from trainer.errors import ToolError
 from trainer.rollout import Prompt
+from trainer.user_code.pool import CallFailed, CallPool
 
 __all__ = ["ToolLoop", "calls_in"]
 

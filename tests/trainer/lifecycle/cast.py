@@ -17,8 +17,8 @@ from actors import ActorDied
 from shmstore import Store
 from tests.trainer.lifecycle.kit import CountingJudge, TwoTurns
 from trainer.engine.protocol import WeightsVersion
+from trainer.engine.router import EngineRouter
 from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine, routing_of
-from trainer.engine_router import EngineRouter
 from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import PauseReport, Producer
 from trainer.rollout import Batch, Prompt, Trace

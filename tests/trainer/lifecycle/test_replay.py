@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from shmstore import NotOwner, Store
-from trainer import replay_index
 from trainer.errors import (
     BadGroup,
     ConfigError,
@@ -29,10 +28,11 @@ from trainer.errors import (
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.prompts import PromptSampler, SequenceSource
 from trainer.replay import ReplayBuffer
+from trainer.replay import index as replay_index
+from trainer.replay.waiting import Waiting
 from trainer.rollout import Group, Prompt, Rollout, Status
 from trainer.testing import make_segment, run_virtual, store_group
 from trainer.trace import TraceStore
-from trainer.waiting import Waiting
 
 P, L = "producer-0", "learner"
 

@@ -20,7 +20,7 @@ from tests.trainer.lifecycle.players import Player
 from trainer.engine.scripted import Script
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.replay import ReplayBuffer
-from trainer.replay_index import Entry
+from trainer.replay.index import Entry
 from trainer.rollout import Batch, Group, Rollout, Status
 from trainer.testing import make_segment, run_virtual
 from trainer.trace import TraceStore

@@ -10,8 +10,8 @@ from shmstore import Store
 from tests.trainer.lifecycle.kit import desk
 from trainer.engine.scripted import Script
 from trainer.errors import ConfigError, NoProgress
+from trainer.run.watchdog import Watchdog
 from trainer.testing import run_virtual
-from trainer.watchdog import Watchdog
 
 
 def test_after_the_limit_without_a_move_it_reports_who_waits_for_what(store: Store) -> None:

@@ -16,10 +16,10 @@ import torch
 
 from trainer.engine.protocol import GenerateRequest, Generation, SamplingParams
 from trainer.engine.torch_engine import TorchEngine
-from trainer.model_config import EngineConfig, ModelConfig
-from trainer.models import build_model
+from trainer.model.config import EngineConfig, ModelConfig
+from trainer.model.models import build_model
+from trainer.model.tokenizer import ModelTokenizer
 from trainer.rollout import IGNORE_LABEL, Trace
-from trainer.tokenizer import ModelTokenizer
 
 SHARPEN = 8.0
 COMMON = {

@@ -17,7 +17,7 @@ from tests.trainer.model.families import FAMILIES, MIXTURES, family, generate, p
 from trainer.engine.protocol import Engine, Generation, WeightsVersion
 from trainer.engine.torch_engine import EngineClosed, PromptTooLong, TorchEngine
 from trainer.errors import EngineError
-from trainer.model_config import EngineConfig
+from trainer.model.config import EngineConfig
 from trainer.rollout import FinishReason
 
 LONG = 100

@@ -16,7 +16,7 @@ import pytest
 from tests.trainer.model.families import family, generate, request
 from trainer.engine.protocol import GenerateRequest, Generation, WeightsVersion
 from trainer.engine.torch_engine import TorchEngine
-from trainer.model_config import EngineConfig
+from trainer.model.config import EngineConfig
 from trainer.rollout import FinishReason
 
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.trainer.model.families import COMMON, FAMILIES, MIXTURES, SHARPEN, family, sampled_traces
 from trainer.learner import Learner
-from trainer.model_config import LearnerConfig, ModelConfig
-from trainer.models import build_model
-from trainer.packed_forward import RoutingMissing
+from trainer.model.config import LearnerConfig, ModelConfig
+from trainer.model.models import build_model
+from trainer.model.packed_forward import RoutingMissing
 from trainer.rollout import Trace
 
 BOUND = 1e-4

@@ -14,7 +14,7 @@ import torch
 from tests.trainer.model.families import MIXTURES, family, sampled_traces
 from trainer.errors import ConfigError, SnapshotError
 from trainer.learner import Learner, UpdateNotFinite
-from trainer.model_config import LearnerConfig
+from trainer.model.config import LearnerConfig
 from trainer.optim import learning_rate
 from trainer.rollout import IGNORE_LABEL
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainer.loss import correction_weights, kl_k3, policy_loss, rollout_means, token_weights
-from trainer.model_config import LearnerConfig
+from trainer.model.config import LearnerConfig
 
 SIZES = [3, 5, 1, 8]
 RNG = np.random.default_rng(3)

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.devices import prepare_device
 from trainer.errors import ConfigError
-from trainer.model_config import (
+from trainer.model.config import (
     EngineConfig,
     LearnerConfig,
     ModelConfig,
@@ -76,6 +76,6 @@ def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
 def test_the_records_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "import trainer.model_config, trainer.tokenizer, trainer.advantage"
+        "import trainer.model.config, trainer.model.tokenizer, trainer.advantage"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,12 +11,12 @@ import torch
 import transformers
 
 from tests.trainer.model.families import COMMON, FAMILIES, family
-from trainer.model_config import ModelConfig, UpcycleConfig
-from trainer.models import ModelError, build_model, context_max, export_hf, find_gguf
+from trainer.model.config import ModelConfig, UpcycleConfig
+from trainer.model.models import ModelError, build_model, context_max, export_hf, find_gguf
+from trainer.model.tokenizer import CharTokenizer, HFTokenizer, TokenizerError, load_tokenizer
+from trainer.model.upcycle import UpcycleError
 from trainer.packing import PackedLayout
 from trainer.routing import RouterInfo, UnsupportedRouter, router_modules
-from trainer.tokenizer import CharTokenizer, HFTokenizer, TokenizerError, load_tokenizer
-from trainer.upcycle import UpcycleError
 
 
 def _logits(model: Any, ids: list[int]) -> torch.Tensor:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.trainer.model.families import FAMILIES, family, sampled_traces
 from trainer.learner import Learner
-from trainer.model_config import LearnerConfig
-from trainer.packed_forward import PackedTraces
+from trainer.model.config import LearnerConfig
+from trainer.model.packed_forward import PackedTraces
+from trainer.model.shared_packing import SharedLayout, Tail, shared_passes
 from trainer.packing import LayoutMissing, PackedLayout, pack_in_passes
 from trainer.rollout import IGNORE_LABEL, Trace
-from trainer.shared_packing import SharedLayout, Tail, shared_passes
 
 LENGTHS = [9, 1, 30, 30, 7, 2, 16]
 

@@ -15,7 +15,7 @@ import torch
 from tests.trainer.model.families import family, sampled_traces
 from trainer.advantage import batch_advantages
 from trainer.learner import Learner
-from trainer.model_config import LearnerConfig
+from trainer.model.config import LearnerConfig
 from trainer.rollout import IGNORE_LABEL, Trace
 
 trl = pytest.importorskip("trl")

@@ -10,9 +10,9 @@ import torch
 
 from tests.trainer.model.families import COMMON, FAMILIES
 from trainer.errors import ConfigError
-from trainer.model_config import ModelConfig, WarmupConfig
-from trainer.models import build_model
-from trainer.warmup import accuracy, warm_up
+from trainer.model.config import ModelConfig, WarmupConfig
+from trainer.model.models import build_model
+from trainer.model.warmup import accuracy, warm_up
 
 CONFIG = WarmupConfig(
     steps_max=120, batch=64, eval_every=10, eval_prompts=64, target=0.9, answer_tokens_max=4

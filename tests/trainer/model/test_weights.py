@@ -15,10 +15,10 @@ from shmstore import ObjectFreed, SessionReleased, Store
 from tests.shmstore.slow_device import settle, slow_device
 from tests.trainer.model.families import family, request
 from trainer.engine.protocol import WeightsVersion
+from trainer.engine.router import EngineRouter
 from trainer.engine.torch_engine import TorchEngine
-from trainer.engine_router import EngineRouter
 from trainer.errors import EngineError
-from trainer.model_config import EngineConfig
+from trainer.model.config import EngineConfig
 from trainer.weights import WeightsMismatch, load_into, publish
 
 

@@ -101,7 +101,7 @@ def test_L13_a_tool_that_sleeps_or_raises_costs_rollouts_and_not_the_run(tmp_pat
 def write_a_model_that_says_nothing(folder: Path) -> None:
     """Its layers add nothing to the embedding, whose first number is large and asks for the end."""
     from trainer.config import load
-    from trainer.models import build_model, export_hf
+    from trainer.model.models import build_model, export_hf
 
     config = load(runs.TINY, ["model.config.tie_word_embeddings=false"]).model
     model, tokenizer = build_model(config)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import ConfigMistakes, load, resolved
-from trainer.config_docs import main as config_docs
-from trainer.config_load import parse_bytes
+from trainer.config.docs import main as config_docs
+from trainer.config.parsing import parse_bytes
 
 GOOD = """\
 model:

@@ -15,7 +15,7 @@ import pytest
 from tests.trainer.run import runs
 from tests.trainer.run.test_config import DENSE, GOOD, mistakes
 from trainer.config import load
-from trainer.hf_config import architectures, fields_of
+from trainer.model.hf_config import architectures, fields_of
 
 WATCHED = """
 import sys

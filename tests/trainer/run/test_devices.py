@@ -15,7 +15,7 @@ from trainer.cli import main
 from trainer.config import Config, ConfigMistakes, load
 from trainer.errors import ConfigError
 from trainer.placement import cuda_number, own_device, plan_devices, replica_devices
-from trainer.wiring import _Plan, check_devices
+from trainer.run.wiring import _Plan, check_devices
 
 
 def _config(*overrides: str) -> Config:

@@ -16,7 +16,7 @@ from trainer.engine.protocol import (
     SyncMode,
     WeightsVersion,
 )
-from trainer.engine_router import EngineLost, EngineRouter
+from trainer.engine.router import EngineLost, EngineRouter
 from trainer.rollout import FinishReason
 
 INFO = EngineInfo(vocab_size=10, context_max=32)

@@ -17,7 +17,7 @@ from trainer.environments import BadPrompts, ByTask, ToolLoop, build_environment
 from trainer.environments.tools import calls_in
 from trainer.errors import JudgeError, ToolError
 from trainer.rollout import FinishReason, Prompt
-from trainer.targets import TargetError
+from trainer.user_code.targets import TargetError
 
 TOOLS = """
 import time

@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from tests.processes import own_children
-from trainer.call_pool import CallFailed, CallPool, CallTimedOut
 from trainer.config import JudgeConfig, SourceConfig, TaskConfig
 from trainer.errors import JudgeError
 from trainer.judge import build_judge, score_numeric
 from trainer.rollout import Prompt
+from trainer.user_code.pool import CallFailed, CallPool, CallTimedOut
 
 BAD_JUDGES = """
 import os, time
@@ -167,7 +167,7 @@ def test_a_worker_dies_with_its_parent(bad: Path) -> None:
 
     code = f"""
 import asyncio, os
-from trainer.call_pool import CallPool
+from trainer.user_code.pool import CallPool
 async def main():
     pool = CallPool(1, 60)
     await pool.call("operator:add", 1, 1)

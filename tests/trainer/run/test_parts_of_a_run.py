@@ -19,15 +19,15 @@ from shmstore import Store
 from tests.trainer.run.runs import ROOT, TINY
 from trainer.checkpoint import read_checkpoint
 from trainer.config import load
-from trainer.display import QuietDisplay
-from trainer.driver import Driver
 from trainer.errors import EngineError, SnapshotError, SnapshotVersion
 from trainer.fit import _Run, open_sources
-from trainer.learner_actor import LEARNER_OWNER, LearnerReady
-from trainer.learner_link import LearnerLink, StateLost
 from trainer.replay import REPLAY_OWNER
 from trainer.rollout import Group
-from trainer.summary import Summary
+from trainer.run.display import QuietDisplay
+from trainer.run.driver import Driver
+from trainer.run.learner_actor import LEARNER_OWNER, LearnerReady
+from trainer.run.learner_link import LearnerLink, StateLost
+from trainer.run.summary import Summary
 from trainer.testing import store_group
 from trainer.trace import TraceStore
 

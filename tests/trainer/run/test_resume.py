@@ -47,7 +47,7 @@ def check_doctor_finds(name: str) -> None:
 KILLED_AT = {
     "anywhere": "",
     "before the checkpoint of step 4 is named": """
-import os, signal, trainer.run_folder as r
+import os, signal, trainer.run.folder as r
 real = r.write_atomically
 def dying(path, text):
     if path.name == "latest" and text == "step-4\\n":
@@ -56,7 +56,7 @@ def dying(path, text):
 r.write_atomically = dying
 """,
     "right after the checkpoint of step 4": """
-import os, signal, trainer.driver as d
+import os, signal, trainer.run.driver as d
 real = d.write_checkpoint
 async def dying(folder, step, *rest):
     await real(folder, step, *rest)

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 import trainer.cli
-import trainer.eval_run
+import trainer.run.eval_run
 from actors.rundir import check_name
 from trainer.config import load
-from trainer.display import PlainDisplay
 from trainer.fit import _last_words
 from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, describe, read_metrics
-from trainer.plot import plot_rewards, smoothed
-from trainer.run_folder import BadRunFolder, RunFolder, default_run_name, write_atomically
-from trainer.summary import Summary
+from trainer.run.display import PlainDisplay
+from trainer.run.folder import BadRunFolder, RunFolder, default_run_name, write_atomically
+from trainer.run.plot import plot_rewards, smoothed
+from trainer.run.summary import Summary
 
 CONFIG = """\
 model: {config: {architecture: Qwen3MoeForCausalLM}, tokenizer: char}
@@ -249,7 +249,7 @@ def test_an_evaluation_in_which_every_rollout_failed_ends_with_1(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {"run": "r", "reward": None, "rollouts": 10, "failed": 10}
-    monkeypatch.setattr(trainer.eval_run, "evaluate_run", lambda *_, **__: found)
+    monkeypatch.setattr(trainer.run.eval_run, "evaluate_run", lambda *_, **__: found)
     assert trainer.cli.main(["eval", str(folder.path), "--json"]) == 1
     told = capsys.readouterr()
     assert json.loads(told.out) == found

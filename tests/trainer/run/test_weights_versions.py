@@ -7,8 +7,8 @@ from typing import Any, cast
 import numpy as np
 
 from shmstore import Store
-from trainer.learner_actor import WEIGHTS_OWNER, weights_session
-from trainer.learner_link import LearnerLink
+from trainer.run.learner_actor import WEIGHTS_OWNER, weights_session
+from trainer.run.learner_link import LearnerLink
 
 
 def test_L20_versions_older_than_what_the_engines_run_are_freed_and_newer_ones_are_not(

@@ -1,0 +1,113 @@
+"""Groups of the replay buffer that are away from its index: lent to a producer that goes on with
+them, or taken by a learner (lifecycle L06, L07, L12).
+
+They still count as buffered until they come back or come to an end; this file knows with whom they
+are. Whose their sessions are says the arena alone, so what became of a taken group is read there:
+its sessions are gone when it was trained, and the buffer's again when the learner died. Owned by
+the replay buffer, on its loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from trainer.replay.index import Entry
+
+if TYPE_CHECKING:
+    from shmstore import Store
+
+__all__ = ["Away", "name_some"]
+
+#: So many groups are named where all of them would be too many to read.
+_NAMED_MAX = 4
+
+
+def name_some(uids: Sequence[str]) -> str:
+    """As "2 groups: a, b"; of many only the first."""
+    more = ", ..." if len(uids) > _NAMED_MAX else ""
+    return f"{len(uids)} groups: {', '.join(uids[:_NAMED_MAX])}{more}"
+
+
+class Away:
+    """Entries by uid, with their holders. `owner`: the buffer's own name."""
+
+    def __init__(self, store: Store, owner: str) -> None:
+        self._sessions = store.sessions
+        self._owner = owner
+        self._lent: dict[str, tuple[Entry, str]] = {}
+        self._taken: dict[str, dict[str, Entry]] = {}
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._lent or self.is_taken(uid)
+
+    def __iter__(self) -> Iterator[Entry]:
+        yield from self.lent
+        yield from self.taken
+
+    @property
+    def lent(self) -> list[Entry]:
+        """Entries that producers have."""
+        return [entry for entry, _ in self._lent.values()]
+
+    @property
+    def taken(self) -> list[Entry]:
+        """Entries that learners have."""
+        return [entry for entries in self._taken.values() for entry in entries.values()]
+
+    @property
+    def takers(self) -> list[str]:
+        """Who has taken anything."""
+        return [owner for owner, entries in self._taken.items() if entries]
+
+    def holdings(self) -> dict[str, list[str]]:
+        """Who has taken which groups."""
+        return {owner: list(self._taken[owner]) for owner in self.takers}
+
+    def is_taken(self, uid: str) -> bool:
+        """Whether a learner has the group."""
+        return any(uid in entries for entries in self._taken.values())
+
+    def lend(self, entry: Entry, owner: str) -> None:
+        """A producer goes on with the group."""
+        self._lent[entry.group.uid] = entry, owner
+
+    def take_back(self, uid: str) -> Entry | None:
+        """The group was put again or given up; None when it was not lent."""
+        found = self._lent.pop(uid, None)
+        return found[0] if found else None
+
+    def pop_lent(self, owner: str) -> list[Entry]:
+        """What a dead producer had been lent."""
+        lost = [entry for entry, holder in self._lent.values() if holder == owner]
+        for entry in lost:
+            del self._lent[entry.group.uid]
+        return lost
+
+    def take(self, entries: Iterable[Entry], owner: str) -> None:
+        """A learner has them now."""
+        self._taken.setdefault(owner, {}).update((entry.group.uid, entry) for entry in entries)
+
+    def pop_trained(self, owner: str) -> list[Entry]:
+        """Groups of `owner` whose sessions have all been released."""
+        return self._pop(owner, lambda ids: not any(sid in self._sessions for sid in ids))
+
+    def pop_fallen(self) -> list[Entry]:
+        """Groups whose sessions are all the buffer's again: its heirs' rule has moved them."""
+        return [entry for owner in self.takers for entry in self._pop(owner, self.is_mine)]
+
+    def pop_taken(self, owner: str) -> list[Entry]:
+        """Everything that `owner` had taken."""
+        return list(self._taken.pop(owner, {}).values())
+
+    def is_mine(self, session_ids: Iterable[str]) -> bool:
+        """Whether the buffer owns all of these sessions."""
+        sessions = self._sessions
+        return all(sid in sessions and sessions.owner(sid) == self._owner for sid in session_ids)
+
+    def _pop(self, owner: str, chosen: Callable[[tuple[str, ...]], bool]) -> list[Entry]:
+        entries = self._taken.get(owner, {})
+        found = [entry for entry in entries.values() if chosen(entry.group.session_ids)]
+        for entry in found:
+            del entries[entry.group.uid]
+        return found

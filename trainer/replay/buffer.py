@@ -1,0 +1,544 @@
+"""The replay buffer: groups between producer and learner (lifecycle L06, L07, L09, L10, L14-L17,
+L29).
+
+It owns metadata only: an index of groups, the ledger, the window's counts. The tokens are in
+sessions of the arena, and whoever has the group has its sessions: `put` moves them from the
+producer to `replay`, `take` from `replay` to the learner, `lend` to a producer that goes on with
+them, each in the same step as the change of the index. So a batch that a learner releases is
+exactly what it took.
+
+Belongs to one process and one event loop; others reach it as an actor. Between two awaits nothing
+else runs, so each change is atomic for the loop; `count` and `nbytes` may be read from any thread.
+No call to another process is made, and nothing is awaited, while the lock is held (L17). Waiters
+are futures that are set when their batch is complete or their room is there: nothing polls
+(`trainer.replay.waiting`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmstore import NotOwner, StoreError
+from trainer import snapshot as snapshots
+from trainer.errors import BadGroup, PutTimeout, ReplayError, SnapshotError, TakeTimeout
+from trainer.expiry import Expiry, ExpiryAction
+from trainer.replay.accounts import Accounts
+from trainer.replay.away import Away, name_some
+from trainer.replay.checks import check_max_bytes, check_need, checked_group
+from trainer.replay.index import Entry, Order, ReplayIndex
+from trainer.replay.waiting import Waiting
+from trainer.rollout import Batch, Group, Status
+from trainer.trace import TraceStore
+
+if TYPE_CHECKING:
+    from shmstore import Store
+
+__all__ = ["REPLAY_OWNER", "Refreshed", "ReplayBuffer"]
+
+REPLAY_OWNER = "replay"
+"""The owner of what is in the buffer of a run, and the heir of its learner."""
+
+#: Statuses that are filed; the others end a group at `put`.
+_FILED = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
+
+
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """What `ReplayBuffer.refresh` did, in groups."""
+
+    retry: int = 0
+    dropped: int = 0
+
+
+class ReplayBuffer:
+    """See the module. `owner` is the name under which the buffer holds sessions; it is bound to
+    this process.
+
+    `order`: "staleness" or "fifo". `max_bytes` (a number, or a text such as "4GiB") limits what is
+    stored ahead of need: a `put` beyond it waits, unless a taker is waiting for just such a group;
+    so the limit can never stand between a taker and its batch. `expiry`: an `Expiry`, or "retry" /
+    "drop" without limits; None never expires.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        order: Order | str = Order.STALENESS,
+        max_bytes: int | str | None = None,
+        expiry: Expiry | str | None = None,
+        owner: str = REPLAY_OWNER,
+    ) -> None:
+        self.owner = owner
+        self.expiry = _parse_expiry(expiry)
+        self.max_bytes = check_max_bytes(max_bytes)
+        self.accounts = Accounts()
+        self.train_step = 0
+        self._store = store
+        self._traces = TraceStore(store)
+        self._index = ReplayIndex(Order.parse(order))
+        self._lock = threading.Lock()
+        self._next_seq = 0
+        self._away = Away(store, owner)
+        self.waiting = Waiting(self._completed, self._fits, self._tell)
+        self._listeners: list[Callable[[], None]] = []
+        store.sessions.bind(owner, heir=None)
+
+    # -- the producer's side ---------------------------------------------------------------------
+
+    async def put(
+        self,
+        group: Group,
+        *,
+        task: str | None = None,
+        owner: str,
+        train_step: int | None = None,
+        timeout: float | None = None,
+    ) -> Status:
+        """File a group whose sessions `owner` holds; -> its status, read before anything is
+        changed.
+
+        FAILED and FILTERED are counted and their sessions released at once (L09); the others move
+        to the buffer with their sessions (L10). A group that is too old already is expired here.
+        Waits while the byte limit is reached (`PutTimeout` after `timeout` seconds). `BadGroup` for
+        what cannot be filed; `NotOwner` when a session is not `owner`'s, and then nothing has
+        changed.
+        """
+        group = checked_group(group, task)
+        if group.uid in self._index or self._away.is_taken(group.uid):
+            raise BadGroup(f"group {group.uid!r} is in the buffer already; each uid is put once")
+        if train_step is not None:
+            self.train_step = max(self.train_step, train_step)
+        group = self._described(group)
+        status = group.status
+        if status not in _FILED:
+            self._end_at_put(group, status, owner)
+            return status
+        group = group.evolve(nbytes=self._measure(group))
+        try:
+            async with asyncio.timeout(timeout):
+                await self.waiting.for_room(group.task, group.nbytes)
+        except TimeoutError:
+            raise PutTimeout(
+                f"no room after {timeout} s for group {group.uid!r} of {group.nbytes} bytes: "
+                f"{self.nbytes} of max_bytes {self.max_bytes} are used"
+            ) from None
+        try:
+            return self._file(group, owner)
+        except BaseException:
+            self.waiting.wake()  # the room is another's
+            raise
+
+    def discard(self, group: Group, *, owner: str) -> None:
+        """A producer gives a group up (L21): its sessions end, its rollouts are booked as
+        cancelled.
+        """
+        lent = self._away.take_back(group.uid)
+        self.accounts.cancelled(group, first=lent is None)
+        self._store.sessions.release(group.session_ids, owner=owner)
+        self._changed()
+
+    def lend(self, task: str, status: Status, *, owner: str) -> Group | None:
+        """Hand the next ABORTED or EXPIRED group to a producer that goes on with it, sessions
+        included.
+
+        It counts as buffered until the producer puts it again or discards it.
+        """
+        with self._lock:
+            entry = self._index.pop(task, status)
+            if entry is None:
+                return None
+            with self._or_refile([entry]):
+                self._store.sessions.transfer(
+                    entry.group.session_ids, src=self.owner, dst=owner, strict=True
+                )
+            self._away.lend(entry, owner)
+        self._changed()
+        return entry.group
+
+    # -- the learner's side ----------------------------------------------------------------------
+
+    async def take(
+        self,
+        need: Mapping[str, int],
+        *,
+        train_step: int,
+        owner: str,
+        timeout: float | None = None,
+    ) -> Batch:
+        """Wait until `need` (task -> groups) can be met, then move those groups and sessions to
+        `owner`.
+
+        All or nothing, in one step (L06); groups that are too old for `train_step` are expired
+        first. Raises `TakeTimeout` after `timeout` seconds, `EndOfData` when a task has ended,
+        `PartFailed` when a part died.
+        """
+        need = check_need(need)
+        self.settle(owner)
+        await self.refresh(train_step)
+        try:
+            async with asyncio.timeout(timeout):
+                await self.waiting.for_batch(need)
+        except TimeoutError:
+            raise TakeTimeout(
+                f"no batch after {timeout} s: need {dict(need)}, in the buffer "
+                f"{self._index.counts()}, lent to producers {len(self._away.lent)} groups"
+            ) from None
+        return self._hand_over(need, train_step, owner)
+
+    def settle(self, owner: str) -> int:
+        """Book the groups that `owner` took and whose sessions it has released; -> rollouts
+        trained.
+
+        `take` does this for the earlier batches of the same owner.
+        """
+        done = self._away.pop_trained(owner)
+        for entry in done:
+            self.accounts.trained(entry.group)
+        if done:
+            self._changed()
+        return sum(len(entry.group.rollouts) for entry in done)
+
+    def reclaim(self) -> int:
+        """Offer again what a dead learner had: its sessions have fallen to this buffer as their
+        heir.
+
+        `take` does this; a driver that knows of a death calls `owner_died`. -> groups.
+        """
+        if not self._away.takers:
+            return 0
+        self._store.sweep()
+        fallen = self._away.pop_fallen()
+        for entry in fallen:
+            self._add(entry.group, entry.seq)
+        if fallen:
+            self._changed()
+        return len(fallen)
+
+    def settle_all(self) -> None:
+        """`settle` for everyone who took a batch."""
+        for owner in self._away.takers:
+            self.settle(owner)
+
+    # -- both ------------------------------------------------------------------------------------
+
+    async def refresh(self, train_step: int) -> Refreshed:
+        """Expire what is too old at `train_step` (L16); costs what it expires."""
+        self.reclaim()
+        self.train_step = max(self.train_step, train_step)
+        with self._lock:
+            expired = self._index.pop_expired(train_step)
+        if not expired:
+            return Refreshed()
+        if self.expiry.action is ExpiryAction.DROP:
+            self._drop(expired)
+            return Refreshed(dropped=len(expired))
+        for entry in expired:
+            self._add(self._cut_back(entry.group, train_step), entry.seq)
+        self._changed()
+        return Refreshed(retry=len(expired))
+
+    def count(self, task: str, status: Status) -> int:
+        """Groups of this task and status that can be taken or lent now; from any thread."""
+        return self._index.count(task, status)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena that groups in the buffer hold; from any thread."""
+        return self._index.nbytes
+
+    @property
+    def group_nbytes_mean(self) -> float:
+        """Mean size of the groups in the buffer; 0 while it is empty."""
+        return self._index.nbytes / len(self._index) if len(self._index) else 0.0
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def held(self) -> dict[str, int]:
+        """Rollouts per task that are in the buffer, lent out, or taken and not yet settled."""
+        held = dict(self._index.n_rollouts)
+        for entry in self._away:
+            task = entry.group.task
+            held[task] = held.get(task, 0) + len(entry.group.rollouts)
+        return {task: count for task, count in held.items() if count}
+
+    def check_books(self) -> None:
+        """`LedgerError` unless every produced rollout is accounted for (L26)."""
+        self.settle_all()
+        self.accounts.ledger.balance(self.held())
+
+    def sessions_of(self, owner: str) -> list[str]:
+        """Live sessions that `owner` holds now."""
+        return self._store.sessions.list(owner)
+
+    def describe(self) -> list[str]:
+        """Who waits for what here, and who has taken groups and not released them."""
+        taken = [
+            f"{owner} has taken and not released {name_some(uids)}"
+            for owner, uids in self._away.holdings().items()
+        ]
+        return taken + self.waiting.describe()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` on this loop after each change of contents; it must not block or
+        await.
+        """
+        self._listeners.append(listener)
+
+    # -- deaths and ends -------------------------------------------------------------------------
+
+    def owner_died(self, owner: str) -> tuple[int, list[Group]]:
+        """A process that held sessions as `owner` is gone: nothing of it may be lost (L07, L12).
+
+        Groups that it had taken are offered again in their old place; groups that were lent to it,
+        whose sessions ended with it, are booked as cancelled. -> (groups offered again, groups
+        cancelled).
+        """
+        self.settle(owner)
+        sessions = self._store.sessions
+        offered = 0
+        for entry in self._away.pop_taken(owner):
+            ids = entry.group.session_ids
+            # Those that the heir rule has moved already are `replay`'s; the rest move now.
+            sessions.transfer(ids, src=owner, dst=self.owner, strict=False)
+            if self._away.is_mine(ids):
+                self._add(entry.group, entry.seq)
+                offered += 1
+            else:
+                sessions.release(ids, owner=self.owner)
+                self.accounts.cancelled(entry.group)
+        lost = [entry.group for entry in self._away.pop_lent(owner)]
+        for group in lost:
+            self.accounts.cancelled(group)
+        sessions.release_owned(owner)
+        self._changed()
+        return offered, lost
+
+    def close(self) -> int:
+        """Release every session of the buffer; -> how many. The buffer is empty afterwards."""
+        for entry in list(self._index):
+            self._index.remove(entry.group.uid)
+            self.accounts.cancelled(entry.group)
+        return len(self._store.sessions.release_owned(self.owner))
+
+    # -- snapshot --------------------------------------------------------------------------------
+
+    async def snapshot(self, folder: str | Path) -> None:
+        """Write the buffer with its payloads to `folder`; an earlier snapshot there stays whole
+        until the end.
+
+        The producer goes on: what is to be written is pinned in one step, then written by a thread.
+        """
+        await snapshots.write(self.freeze(), Path(folder))
+
+    def freeze(self) -> snapshots.Frozen:
+        """Pin everything that a snapshot of this moment consists of. Groups taken and not settled
+        are part of it.
+        """
+        self.settle_all()
+        rows = [(entry.seq, entry.group) for entry in (*self._index, *self._away.taken)]
+        # Their sessions are being written to: of members under way only the prompt is certain.
+        rows += [(entry.seq, _without_unfinished(entry.group)) for entry in self._away.lent]
+        rows.sort(key=lambda row: row[0])
+        return snapshots.freeze(
+            self._store,
+            groups=[group for _, group in rows],
+            state={
+                "train_step": self.train_step,
+                "accounts": self.accounts.to_json(),
+                "buffer": {
+                    "order": self._index.order.value,
+                    "max_bytes": self.max_bytes,
+                    "expiry": dataclasses.asdict(self.expiry),
+                },
+            },
+        )
+
+    @classmethod
+    async def resume(
+        cls, folder: str | Path, store: Store, *, owner: str = REPLAY_OWNER, **options: Any
+    ) -> ReplayBuffer:
+        """A buffer with the content of the snapshot in `folder`, in new sessions of `store`.
+
+        `order`, `max_bytes` and `expiry` are those of the snapshot unless given. A snapshot that is
+        damaged is a `SnapshotError`, and leaves no session behind.
+        """
+        unknown = options.keys() - {"order", "max_bytes", "expiry"}
+        if unknown:
+            raise ReplayError(f"resume takes order, max_bytes and expiry, not {sorted(unknown)}")
+        groups, state = await snapshots.read(Path(folder), store, owner=owner)
+        try:
+            saved = state["buffer"]
+            kept = {**saved, "expiry": Expiry(**saved["expiry"])}
+            buffer = cls(store, owner=owner, **{**kept, **options})
+            buffer.train_step = int(state["train_step"])
+            buffer.accounts.load_json(state["accounts"])
+            for group in groups:
+                buffer._add(group.evolve(nbytes=buffer._measure(group)), buffer._new_seq())
+        except (LookupError, TypeError, ValueError, AttributeError, StoreError) as error:
+            store.sessions.release([s for g in groups for s in g.session_ids], owner=owner)
+            raise SnapshotError(
+                f"the snapshot in {folder} is damaged: state.json or groups.json do not fit "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        return buffer
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _file(self, group: Group, owner: str) -> Status:
+        deadline = self.expiry.group_deadline(group)
+        stale = deadline is not None and deadline <= self.train_step
+        if stale and self.expiry.action is ExpiryAction.DROP:
+            self._end_at_put(group, Status.EXPIRED, owner)
+            return Status.EXPIRED
+        with self._lock:
+            self._store.sessions.transfer(group.session_ids, src=owner, dst=self.owner, strict=True)
+            lent = self._away.take_back(group.uid)
+            seq = lent.seq if lent else self._new_seq()
+            if not stale:
+                self._index.add(group, seq, deadline)
+        self._book_put(group, lent)
+        if stale:
+            group = self._cut_back(group, self.train_step)
+            self._add(group, seq)
+        self._changed()
+        return group.status
+
+    def _end_at_put(self, group: Group, status: Status, owner: str) -> None:
+        """FAILED, FILTERED and droppable EXPIRED groups: counted, then released; never filed
+        (L09).
+        """
+        self._refuse_foreign(group, owner)
+        self._book_put(group, self._away.take_back(group.uid))
+        self.accounts.ended(group, status)
+        self._store.sessions.release(group.session_ids, owner=owner)
+        self._changed()
+
+    def _refuse_foreign(self, group: Group, owner: str) -> None:
+        """Sessions that are gone do not matter to a group that ends; those of others do (L04)."""
+        sessions = self._store.sessions
+        live = [sid for sid in group.session_ids if sid in sessions]
+        foreign = [sid for sid in live if sessions.owner(sid) != owner]
+        if foreign:
+            raise NotOwner(
+                f"group {group.uid!r} of {owner!r} cannot end: {foreign[0]!r} is owned by "
+                f"{sessions.owner(foreign[0])!r}",
+                tuple(foreign),
+            )
+
+    def _book_put(self, group: Group, lent: Entry | None) -> None:
+        self.accounts.put(group, first=lent is None, before=lent.group if lent else None)
+
+    def _drop(self, entries: Sequence[Entry]) -> None:
+        """Already out of the index; one call releases all their sessions, outside the lock
+        (L16).
+        """
+        for entry in entries:
+            self.accounts.ended(entry.group, Status.EXPIRED)
+        ids = [sid for entry in entries for sid in entry.group.session_ids]
+        self._store.sessions.release(ids, owner=self.owner)
+        self._changed()
+
+    def _cut_back(self, group: Group, train_step: int) -> Group:
+        """Stale members lose their response, in the record and in the session (L16, retry)."""
+        group, stale = self.expiry.cut_stale(group, train_step)
+        for rollout in stale:
+            self._store.sessions.truncate(rollout.session_id, keep=rollout.n_prompt_nodes)
+        self.accounts.cut(group.task, stale)
+        return group.evolve(nbytes=self._measure(group))
+
+    def _add(self, group: Group, seq: int) -> None:
+        with self._lock:
+            self._index.add(group, seq, self.expiry.group_deadline(group))
+
+    def _new_seq(self) -> int:
+        self._next_seq += 1
+        return self._next_seq
+
+    def _hand_over(self, need: Mapping[str, int], train_step: int, owner: str) -> Batch:
+        """Index and sessions change together: either both have moved or neither (L06)."""
+        with self._lock:
+            entries: list[Entry] = []
+            with self._or_refile(entries):
+                for task, count in need.items():
+                    for _ in range(count):
+                        entry = self._index.pop(task, Status.COMPLETED)
+                        assert entry is not None, (task, count)
+                        entries.append(entry)
+                ids = [sid for entry in entries for sid in entry.group.session_ids]
+                self._store.sessions.transfer(ids, src=self.owner, dst=owner, strict=True)
+            self._away.take(entries, owner)
+            report = self.accounts.window.close(self._index.counts())
+        self._changed()
+        return Batch(tuple(entry.group for entry in entries), report, train_step)
+
+    @contextmanager
+    def _or_refile(self, entries: list[Entry]) -> Iterator[None]:
+        """Put `entries` back into the index when the block raises; the lock is held."""
+        try:
+            yield
+        except BaseException:
+            for entry in entries:
+                self._index.add(entry.group, entry.seq, entry.deadline)
+            raise
+
+    def _completed(self, task: str) -> int:
+        return self._index.count(task, Status.COMPLETED)
+
+    def _fits(self, nbytes: int) -> bool:
+        """An empty buffer takes any group: one that is larger than the limit must not wait for
+        ever.
+        """
+        return (
+            self.max_bytes is None
+            or not len(self._index)
+            or self._index.nbytes + nbytes <= self.max_bytes
+        )
+
+    def _changed(self) -> None:
+        self.waiting.wake()
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    def _described(self, group: Group) -> Group:
+        """With what its traces say where the producer left it out."""
+        sessions = self._store.sessions
+        bare = [not (r.leaves or r.n_prompt_tokens) for r in group.rollouts]
+        if not any(bare):
+            return group
+        return group.with_rollouts(
+            [
+                self._traces.describe(r) if lacks and r.session_id in sessions else r
+                for r, lacks in zip(group.rollouts, bare, strict=True)
+            ]
+        )
+
+    def _measure(self, group: Group) -> int:
+        """Bytes that the sessions of a group hold, an object shared by several once."""
+        objects = self._store.sessions.objects
+        refs = {entry.ref for sid in group.session_ids for entry in objects(sid)}
+        return sum(ref.nbytes for ref in refs)
+
+
+def _parse_expiry(expiry: Expiry | str | None) -> Expiry:
+    if isinstance(expiry, Expiry):
+        return expiry
+    return Expiry() if expiry is None else Expiry(action=ExpiryAction.parse(expiry))
+
+
+def _without_unfinished(group: Group) -> Group:
+    """Members that are not COMPLETED, cut back to their prompt."""
+    return group.with_rollouts(
+        [r if r.status is Status.COMPLETED else r.cut_to_prompt(r.status) for r in group.rollouts]
+    )

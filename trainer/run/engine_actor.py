@@ -1,0 +1,132 @@
+"""An engine as a process of its own (`engine.inline: false`), and the construction of any engine.
+
+Owns, in its process: the model, its cores, the torch engine. `make_engine` is also what the
+producer uses when the engine is inline. Spawned by `trainer.run.wiring`, asked by the producer's
+router; survives nothing: after a death the supervisor starts it afresh and the driver gives it
+the current weights before it is asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import Config
+from trainer.engine.protocol import (
+    EngineInfo,
+    GenerateRequest,
+    Generation,
+    SyncMode,
+    WeightsVersion,
+)
+from trainer.errors import TrainerError
+from trainer.placement import Cores, own_device, rest_device
+
+if TYPE_CHECKING:
+    from shmstore import Store
+    from trainer.engine.torch_engine import TorchEngine
+
+__all__ = ["EngineActor", "EngineSetup", "EngineUse", "make_engine"]
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """All that an engine's process needs."""
+
+    config: Config
+    cores: Cores
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class EngineUse:
+    """Work done since the process began. Of the CPU time, `cpu_s` is the engine's own and
+    `process_cpu_s` that of the whole process it lives in.
+    """
+
+    tokens_generated: int
+    busy_s: float
+    cpu_s: float
+    process_cpu_s: float
+    running: int
+    waiting: int
+    kv_bytes: int
+
+
+def make_engine(config: Config, threads: int, store: Store) -> tuple[TorchEngine, Any]:
+    """The torch engine and its tokenizer; weights come from the arena."""
+    import torch
+
+    from trainer.devices import prepare_device
+    from trainer.engine.torch_engine import TorchEngine
+    from trainer.model.models import build_model
+    from trainer.weights import load_into
+
+    torch.set_num_threads(threads)
+    device = own_device(config.engine.device)
+    prepare_device(device, config.engine.memory_fraction)
+    model, tokenizer = build_model(config.model, device)
+
+    def load(target: Any, version: WeightsVersion) -> None:
+        load_into(target, store, version)
+
+    engine = TorchEngine(model, tokenizer, config.engine, load_weights=load)
+    return engine, tokenizer
+
+
+def use_of(engine: TorchEngine) -> EngineUse:
+    """The engine's counters as the driver reads them."""
+    found = engine.counters
+    return EngineUse(
+        tokens_generated=found.tokens_generated,
+        busy_s=found.busy_s,
+        cpu_s=found.cpu_s,
+        process_cpu_s=time.process_time(),
+        running=found.running,
+        waiting=found.waiting,
+        kv_bytes=found.kv_bytes,
+    )
+
+
+class EngineActor:
+    """The `Engine` protocol as an actor."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        from actors import current
+
+        setup.cores.pin()
+        store = current().runtime.store
+        if store is None:
+            raise TrainerError("the engine was spawned in a runtime without a store")
+        self._device = setup.config.engine.device
+        self._engine, _ = make_engine(setup.config, setup.cores.threads, store)
+
+    async def describe(self) -> EngineInfo:
+        """Constants of the model."""
+        return self._engine.info
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """As `Engine.generate`."""
+        return await self._engine.generate(request)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """As `Engine.abort`."""
+        return await self._engine.abort(request_ids)
+
+    async def load_weights(self, weights: WeightsVersion, mode: SyncMode = "pause") -> None:
+        """As `Engine.load_weights`."""
+        await self._engine.load_weights(weights, mode)
+
+    async def rest(self) -> None:
+        """Gives cached memory of the device back (colocated schedule)."""
+        rest_device(self._device)
+
+    async def use(self) -> EngineUse:
+        """What it has done so far."""
+        return use_of(self._engine)
+
+    async def aclose(self) -> None:
+        """Ends the engine's thread."""
+        await self._engine.aclose()

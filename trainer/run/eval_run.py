@@ -1,0 +1,116 @@
+"""`shmrl eval RUN`: the rewards of a checkpoint on held-out prompts, without training.
+
+Owns a small run of its own: an arena, the learner's process (which reads the checkpoint and
+publishes its weights), the engine. Promises to add a line to the run's `evals.jsonl`, to touch
+nothing else of it, and to leave nothing in the arena.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import actors
+from trainer.config import EvalConfig
+from trainer.errors import ConfigError
+from trainer.fit import open_arena, open_sources
+from trainer.run.driver import held_out_prompts
+from trainer.run.folder import BadRunFolder, RunFolder
+from trainer.run.learner_actor import WEIGHTS_OWNER
+from trainer.run.summary import Summary
+from trainer.run.wiring import open_parts
+
+__all__ = ["evaluate_run"]
+
+
+def _silent(_: str) -> None:
+    return None
+
+
+def evaluate_run(
+    folder: RunFolder,
+    *,
+    step: int | None,
+    prompts: int | None,
+    temperature: float | None,
+    gpus: Sequence[str] | None = None,
+    say: Callable[[str], None] = _silent,
+) -> dict[str, Any]:
+    """Evaluates the newest checkpoint, or that of `step`. Raises BadRunFolder when it is absent,
+    ConfigError when no task holds prompts out.
+
+    gpus: what CUDA calls the devices that may be used; None: those of the machine. `say` is told
+    how far it is. → what `evals.jsonl` keeps; `reward` is None when every rollout failed.
+    """
+    result = actors.run(_evaluate(folder, step, prompts, temperature, gpus, say))
+    try:
+        folder.add_eval(result)
+    except OSError as error:
+        say(f"{folder.evals_file} could not be written: {error}")
+    return result
+
+
+async def _evaluate(
+    folder: RunFolder,
+    step: int | None,
+    prompts: int | None,
+    temperature: float | None,
+    gpus: Sequence[str] | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    config = folder.config()
+    chosen, checkpoint = _checkpoint(folder, step)
+    name = f"{folder.name[:30]}-eval-{os.getpid()}"
+    logs = folder.logs / "eval"
+    summary = Summary(name)
+    count = prompts or config.eval.prompts or EvalConfig().prompts
+    wanted = held_out_prompts(open_sources(config, held_out=True), count)
+    if not wanted:
+        raise ConfigError(
+            f"{folder.path}: source.holdout is 0 in every task, so nothing can be "
+            "evaluated; train with a share of the prompts held out"
+        )
+    with open_arena(config, name, summary) as store:
+        async with open_parts(config, name, store, logs, say, gpus) as parts:
+            say(f"building the model of step {chosen} twice, for learner and engine")
+            ready, _ = await asyncio.gather(
+                parts.learner.start(str(checkpoint / "learner")), parts.producer.prepare()
+            )
+            weights = await parts.learner.publish(ready.train_step)
+            await parts.producer.begin(weights, None, None)
+            heat = config.eval.temperature if temperature is None else temperature
+            each = config.eval.rollouts_per_prompt
+            say(f"evaluating {len(wanted)} held-out prompts, {each} rollout(s) each")
+            found = await parts.producer.evaluate(wanted, each, heat, config.eval.timeout_s)
+            await parts.producer.end()
+            store.sessions.release_owned(WEIGHTS_OWNER)
+    return {
+        "run": folder.name,
+        "step": chosen,
+        "prompts": len(wanted),
+        "temperature": heat,
+        **{name: _plain(name, value) for name, value in found.items()},
+    }
+
+
+def _plain(name: str, value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    return int(value) if name in ("rollouts", "failed") else round(value, 6)
+
+
+def _checkpoint(folder: RunFolder, step: int | None) -> tuple[int, Path]:
+    if step is not None:
+        path = folder.checkpoints / f"step-{step}"
+        if not (path / "driver.json").is_file():
+            there = ", ".join(sorted(p.name for p in folder.checkpoints.glob("step-*"))) or "none"
+            raise BadRunFolder(f"{path} is no checkpoint; there are: {there}")
+        return step, path
+    latest = folder.latest_checkpoint()
+    if latest is None:
+        raise BadRunFolder(f"{folder.path} has no checkpoint yet; train it first")
+    return latest

@@ -1,0 +1,258 @@
+"""The folder that a run leaves behind, and the names in it.
+
+    runs/NAME/
+      config.yaml            complete, resolved, paths absolute; training it again repeats the run
+      metrics.jsonl          one JSON object a train step; docs/metrics.md explains the names
+      summary.json           the line that `--json` prints
+      evals.jsonl            what `shmrl eval` found, one JSON object a call
+      tensorboard/           event files
+      checkpoints/step-N/    what resume needs; `checkpoints/latest` names the newest whole one
+      hf/step-N/             for transformers' from_pretrained
+      trajectories/          Parquet files of prompts, answers and rewards
+      logs/                  one file a process
+      reward.png
+
+Owns these paths and the atomic ways to write them (temporary name, flush, rename). Promises: a
+reader never sees half a file or half a checkpoint. Used by the driver only; other processes get
+paths from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config, load, resolved
+from trainer.config.paths import with_absolute_paths
+from trainer.errors import ConfigError
+from trainer.snapshot_folder import to_the_end
+
+__all__ = ["BadRunFolder", "RunFolder", "default_run_name", "write_atomically"]
+
+_LATEST = "latest"
+_STEP = "step-"
+
+
+class BadRunFolder(ConfigError):
+    """A folder that is no run, or a run without what was asked for."""
+
+
+class RunFolder:
+    """Paths of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._config: Config | None = None
+
+    @classmethod
+    def create(cls, config: Config, name: str) -> RunFolder:
+        """Makes a fresh folder `config.run.folder`/name and writes config.yaml into it."""
+        path = Path(config.run.folder) / name
+        if path.exists():
+            raise BadRunFolder(
+                f"{path} exists: resume it (shmrl resume {path}), remove it, or choose another "
+                "name (--set run.name=...)"
+            )
+        folder = cls(path)
+        try:
+            for part in (path, folder.checkpoints, folder.logs):
+                part.mkdir(parents=True, exist_ok=True)
+            folder.write_config(config)
+        except OSError as error:
+            raise BadRunFolder(
+                f"{path} cannot be written: {error}; choose another place (--set run.folder=...)"
+            ) from error
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """An existing run. A bare name is looked for in ./runs as well. Raises BadRunFolder."""
+        for candidate in (Path(path), Path("runs") / path):
+            if (candidate / "config.yaml").is_file():
+                return cls(candidate)
+        raise BadRunFolder(f"{path} is no run folder: it has no config.yaml (nor has runs/{path})")
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def evals_file(self) -> Path:
+        return self.path / "evals.jsonl"
+
+    @property
+    def plot_file(self) -> Path:
+        return self.path / "reward.png"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.path / "trajectories"
+
+    def hf(self, step: int) -> Path:
+        return self.path / "hf" / f"{_STEP}{step}"
+
+    def config(self, overrides: tuple[str, ...] = ()) -> Config:
+        """The run's own configuration, read and checked once. Raises ConfigMistakes."""
+        if self._config is None or overrides:
+            self._config = load(self.config_file, overrides)
+        return self._config
+
+    def write_config(self, config: Config) -> None:
+        """Writes the resolved configuration, which is the run's from now on, paths absolute."""
+        import yaml
+
+        self._config = config = with_absolute_paths(config)
+        text = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True, width=100)
+        write_atomically(self.config_file, text)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes the final result."""
+        write_atomically(self.summary_file, json.dumps(summary, indent=1) + "\n")
+
+    def add_eval(self, result: Mapping[str, Any]) -> None:
+        """Keeps what one evaluation of a checkpoint found."""
+        with self.evals_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+
+    # ------------------------------------------------------------------------------- checkpoints
+
+    @asynccontextmanager
+    async def new_checkpoint(self, step: int) -> AsyncIterator[Path]:
+        """A folder to fill; on leaving the block it becomes `step-N` and then `latest`.
+
+        When the block raises (disk full, say) the partial folder is removed and `latest` is
+        untouched. The disk is waited for in a thread: the loop has producers to serve.
+        """
+        draft = self.checkpoints / f".{_STEP}{step}.{os.getpid()}.tmp"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        try:
+            yield draft
+            await to_the_end(self._keep, draft, self.checkpoints / f"{_STEP}{step}")
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+    def _keep(self, draft: Path, final: Path) -> None:
+        """Makes a whole draft the newest checkpoint."""
+        _sync_tree(draft)
+        if final.exists():
+            shutil.rmtree(final)
+        draft.rename(final)
+        _sync_folder(self.checkpoints)
+        write_atomically(self.checkpoints / _LATEST, final.name + "\n")
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """(step, folder) of the newest whole checkpoint."""
+        marker = self.checkpoints / _LATEST
+        if marker.is_file():
+            name = marker.read_text(encoding="utf-8").strip()
+            if name.startswith(_STEP) and (self.checkpoints / name).is_dir():
+                return int(name.removeprefix(_STEP)), self.checkpoints / name
+        return None
+
+    def prune_checkpoints(self, keep: int) -> None:
+        """Removes all but the newest `keep`, never the one that `latest` names, and stale
+        drafts.
+        """
+        latest = self.latest_checkpoint()
+        kept = {path for _, path in self._all_checkpoints()[-keep:]}
+        if latest is not None:
+            kept.add(latest[1])
+        for _, path in self._all_checkpoints():
+            if path not in kept:
+                shutil.rmtree(path)
+        for draft in self.checkpoints.glob(f".{_STEP}*.tmp"):
+            if draft.name.split(".")[-2] != str(os.getpid()):
+                shutil.rmtree(draft)
+        for marker in self.checkpoints.glob(f".{_LATEST}.*.tmp"):
+            if marker.name.split(".")[-2] != str(os.getpid()):
+                marker.unlink(missing_ok=True)
+
+    def _all_checkpoints(self) -> list[tuple[int, Path]]:
+        found = [
+            (int(path.name.removeprefix(_STEP)), path)
+            for path in self.checkpoints.glob(f"{_STEP}*")
+            if path.name.removeprefix(_STEP).isdigit()
+        ]
+        return sorted(found)
+
+    def keep_metrics_through(self, step: int) -> None:
+        """Drops metrics of steps after `step`: a resumed run writes them again."""
+        if not self.metrics_file.is_file():
+            return
+        kept = []
+        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the last line of a killed run may be torn
+            if int(record.get("train_step", 0)) <= step:
+                kept.append(line)
+        write_atomically(self.metrics_file, "".join(f"{line}\n" for line in kept))
+
+
+def default_run_name(config_path: Path) -> str:
+    """`quickstart-1129-231502`: sortable, unique enough for one machine and checked on creation."""
+    plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in config_path.stem)
+    return f"{plain.strip('-')[:20] or 'run'}-{time.strftime('%m%d-%H%M%S')}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces `path`; a reader sees the old text or the new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

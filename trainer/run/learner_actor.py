@@ -1,0 +1,298 @@
+"""The learner as a process: reads its batch from the arena, trains, lets go of exactly that batch.
+
+Owns the learner's process: model, optimizer, its cores, and the sessions named `learner` for the
+length of a step. Promises (lifecycle L06, L07): after a step the sessions of the batch are
+released and no others; the state of every finished step is whole in the arena
+(`trainer.run.learner_state`) before the batch is released, so a death at any point leaves either
+the batch untrained and alive, or trained and known as such.
+
+Spawned by `trainer.run.wiring`; its methods are called by the driver, one at a time, on one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import Config, resolved_section
+from trainer.engine.protocol import WeightsVersion
+from trainer.environments.warmup_pairs import WarmupPairs
+from trainer.errors import NotStarted, TrainerError
+from trainer.placement import Cores, own_device, rest_device
+from trainer.replay import REPLAY_OWNER
+from trainer.rollout import Group, Rollout, Trace
+from trainer.run.learner_state import LearnerStates
+from trainer.staleness import mask_stale_labels
+
+if TYPE_CHECKING:
+    from actors import Handle
+    from shmstore import Store
+    from trainer.learner import Learner
+
+__all__ = [
+    "LEARNER_OWNER",
+    "WEIGHTS_OWNER",
+    "LearnerActor",
+    "LearnerReady",
+    "LearnerSetup",
+    "StepDone",
+    "step_of_weights",
+    "weights_session",
+]
+
+LEARNER_OWNER = "learner"
+WEIGHTS_OWNER = "weights"
+_WEIGHTS_PREFIX = "weights-"
+
+
+def weights_session(model_step: int) -> str:
+    """The session that holds one version of the weights."""
+    return f"{_WEIGHTS_PREFIX}{model_step}"
+
+
+def step_of_weights(session: str) -> int:
+    """The model step of the version that a session of the owner `weights` holds."""
+    return int(session.removeprefix(_WEIGHTS_PREFIX))
+
+
+@dataclass(frozen=True)
+class LearnerSetup:
+    """All that the process needs to build itself, again after a death."""
+
+    config: Config
+    cores: Cores
+
+
+@dataclass(frozen=True)
+class LearnerReady:
+    """The learner has a model. `train_step` is the last finished step of its state."""
+
+    train_step: int
+    parameters: int
+    warmup: dict[str, float]
+    source: str
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """What a step came to. Of the seconds in `metrics`, `learn_s` is arithmetic (of which
+    `learn_cpu_s` on a CPU), `read_s` export of traces, `keep_s` the copy of the state;
+    `process_cpu_s` is all that the process has computed since the step before. `weights`: where
+    they were published, if they were.
+    """
+
+    train_step: int
+    metrics: dict[str, float]
+    released: int
+    weights: WeightsVersion | None = None
+
+
+class LearnerActor:
+    """See the module."""
+
+    def __init__(self, setup: LearnerSetup) -> None:
+        setup.cores.pin()
+        self._setup = setup
+        self._config = setup.config
+        self._learner: Learner | None = None
+        self._tokenizer: Any = None
+        self._cpu_s = 0.0
+        """CPU time of this process when its last step ended."""
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def start(self, checkpoint: str | None, board: Handle | None = None) -> LearnerReady:
+        """Builds the model and takes its state: from the arena, a checkpoint, or the warm-up, whose
+        progress it writes on the board.
+
+        The arena comes first: it is there only when a learner of this run died.
+        """
+        import torch
+
+        from actors import current
+        from trainer.devices import prepare_device
+        from trainer.learner import Learner
+        from trainer.model.models import build_model
+        from trainer.trace import TraceStore
+
+        torch.set_num_threads(self._setup.cores.threads)
+        device = own_device(self._config.learner.device)
+        prepare_device(device, self._config.learner.memory_fraction)
+        store = current().runtime.store
+        if store is None:
+            raise TrainerError("the learner was spawned in a runtime without a store")
+        self._store: Store = store
+        store.sessions.bind(LEARNER_OWNER, heir=REPLAY_OWNER)
+        self._traces = TraceStore(store)
+        self._states = LearnerStates(store)
+        config = self._config
+        model, self._tokenizer = build_model(config.model, device, torch.float32)
+        # Before the learner exists: its frozen reference is the warmed-up model, also on resume.
+        warmed = self._warm_up(model, board)
+        exact = config.learner.deterministic or config.run.deterministic
+        self._learner = Learner(model, dataclasses.replace(config.learner, deterministic=exact))
+        parameters = sum(p.numel() for p in model.parameters())
+        kept = self._states.find() if config.checkpoint.recovery == "arena" else None
+        if kept is not None:
+            self._learner.load_state_arrays(kept.arrays)
+            return LearnerReady(kept.train_step, parameters, warmed, "arena")
+        if checkpoint is not None:
+            self._learner.load(Path(checkpoint))
+            step = int(Path(checkpoint, "train_step").read_text(encoding="utf-8"))
+            return LearnerReady(step, parameters, warmed, "checkpoint")
+        return LearnerReady(0, parameters, warmed, "start")
+
+    def _warm_up(self, model: Any, board: Handle | None) -> dict[str, float]:
+        config = self._config
+        if config.warmup is None:
+            return {}
+        most = config.warmup.steps_max
+
+        def tell(step: int, loss: float, accuracy: float | None) -> None:
+            if board is not None:
+                found = "" if accuracy is None else f", accuracy {accuracy:.2f}"
+                board.phase.tell("warm-up", step, most, f"loss {loss:.2f}{found}")
+
+        from trainer.model.warmup import warm_up
+
+        cache = Path(config.model.cache_dir) if config.model.cache_dir else None
+        key = json.dumps([config.run.seed, [resolved_section(t.source) for t in config.tasks]])
+        return warm_up(
+            model,
+            self._tokenizer,
+            config.warmup,
+            WarmupPairs(config),
+            cache,
+            key=key,
+            progress=tell,
+        )
+
+    @property
+    def _ready(self) -> Learner:
+        if self._learner is None:
+            raise NotStarted("the learner was asked to work before start()")
+        return self._learner
+
+    # -- training --------------------------------------------------------------------------------
+
+    def train(self, groups: Sequence[Group], train_step: int, publish: bool = False) -> StepDone:
+        """One train step on groups whose sessions `learner` holds; afterwards they are released,
+        and with `publish` the new weights are in the arena.
+        """
+        learner, began = self._ready, time.perf_counter()
+        self._cpu_s = self._cpu_s or time.process_time()  # not what building the model took
+        traces, advantages, rewards, rollout_ids = self._read(groups, train_step)
+        read_s, cpu_before_s = time.perf_counter() - began, time.thread_time()
+        metrics = learner.train_step(
+            traces,
+            advantages,
+            rollout_ids=rollout_ids,
+            rewards=rewards,
+            train_step=train_step,
+        )
+        del traces  # they pin the batch's bytes
+        done, learn_cpu_s = time.perf_counter(), time.thread_time() - cpu_before_s
+        ids = [sid for group in groups for sid in group.session_ids]
+        record = {"train_step": train_step, "metrics": metrics}
+        if self._config.checkpoint.recovery == "arena":
+            self._states.keep(train_step, learner.state_arrays(), record)
+        keep_s = time.perf_counter() - done
+        released = self._store.sessions.release(ids, owner=LEARNER_OWNER)
+        weights = self.publish(train_step) if publish else None
+        cpu_before_s, self._cpu_s = self._cpu_s, time.process_time()
+        metrics = {
+            **metrics,
+            "read_s": read_s,
+            "learn_s": done - began - read_s,
+            "learn_cpu_s": learn_cpu_s,
+            "keep_s": keep_s,
+            "train_s": time.perf_counter() - began,
+            "process_cpu_s": self._cpu_s - cpu_before_s,
+        }
+        return StepDone(train_step, metrics, len(released), weights)
+
+    def _read(
+        self, groups: Sequence[Group], train_step: int
+    ) -> tuple[list[Trace], list[float], list[float], list[int]]:
+        """Every trainable path of the batch with its rollout's advantage, reward and number.
+
+        Tokens that are too stale lose their label (lifecycle L18).
+        """
+        from trainer.advantage import batch_advantages
+
+        places: list[tuple[str, int]] = []
+        advantages: list[float] = []
+        rewards: list[float] = []
+        rollout_ids: list[int] = []
+        scored = [[self._shaped(rollout) for rollout in group.rollouts] for group in groups]
+        shared = batch_advantages(scored, self._config.learner.estimator)
+        number = 0
+        for group, scores, shares in zip(groups, scored, shared, strict=True):
+            for rollout, share, score in zip(group.rollouts, shares, scores, strict=True):
+                for leaf in rollout.leaves:
+                    places.append((rollout.session_id, leaf))
+                    advantages.append(float(share))
+                    rewards.append(score)
+                    rollout_ids.append(number)
+                number += 1
+        traces = [self._fresh(trace, train_step) for trace in self._traces.export_nodes(places)]
+        return traces, advantages, rewards, rollout_ids
+
+    def _shaped(self, rollout: Rollout) -> float:
+        """The judge's reward and DAPO's penalty for answers near the length limit."""
+        from trainer.advantage import overlong_penalty
+
+        assert rollout.reward is not None, f"{rollout.uid} is COMPLETED without a reward"
+        longest = self._config.rollout.max_new_tokens
+        buffer = self._config.learner.overlong_buffer
+        return rollout.reward + overlong_penalty(rollout.n_response_tokens, longest, buffer)
+
+    def _fresh(self, trace: Trace, train_step: int) -> Trace:
+        limit = self._config.schedule.max_token_staleness
+        labels = mask_stale_labels(trace.labels, trace.model_steps, train_step, limit)
+        return trace if labels is trace.labels else dataclasses.replace(trace, labels=labels)
+
+    def rest(self) -> None:
+        """Gives cached memory of the device back, so that an engine on it can have it."""
+        rest_device(self._config.learner.device)
+
+    # -- weights and files -----------------------------------------------------------------------
+
+    def publish(self, model_step: int) -> WeightsVersion:
+        """Puts the weights into the arena as one object, in a session of the owner `weights`."""
+        from trainer.model.models import torch_dtype
+        from trainer.weights import publish
+
+        learner, session = self._ready, weights_session(model_step)
+        dtype = torch_dtype(self._config.model.dtype)  # as the engines hold them
+        self._store.sessions.release([session], owner=WEIGHTS_OWNER)  # of a death in the middle
+        self._store.sessions.open(session, owner=WEIGHTS_OWNER)
+        return publish(learner.model, self._store, model_step, session=session, dtype=dtype)
+
+    def save(self, folder: str, train_step: int) -> None:
+        """Model, optimizer and counters for a resume, as safetensors and JSON."""
+        from safetensors import SafetensorError
+
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        try:
+            self._ready.save(place)
+        except SafetensorError as error:  # how it reports a full disk
+            raise OSError(f"{place}: {error}") from error
+        (place / "train_step").write_text(str(train_step), encoding="utf-8")
+
+    def export(self, folder: str) -> None:
+        """A folder for transformers' from_pretrained."""
+        from safetensors import SafetensorError
+
+        from trainer.model.models import export_hf
+
+        try:
+            export_hf(self._ready.model, self._tokenizer, Path(folder))
+        except SafetensorError as error:  # as in `save`
+            raise OSError(f"{folder}: {error}") from error

@@ -1,0 +1,263 @@
+"""The producer as a process: conversations, judges, and the engine when it is inline.
+
+Owns, in its process: the producer loop, environments and judges, the engine or the router over
+engine processes, its cores. What it opens in the arena it holds as its owner name, without an
+heir, so a death releases it (lifecycle L12). A loop that ends by an error tells the dispatcher,
+which tells whoever waits.
+
+Spawned by `trainer.run.wiring`; `start` is called by the driver, again after each restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import Config
+from trainer.engine.protocol import (
+    Engine,
+    SamplingParams,
+    SyncMode,
+    Tokenizer,
+    WeightsVersion,
+)
+from trainer.engine.router import EngineRouter
+from trainer.environments import ByTask
+from trainer.errors import NotStarted, TrainerError
+from trainer.evaluation import Evaluator
+from trainer.pending import ProducerConfig, ProducerParts
+from trainer.placement import Cores, rest_device
+from trainer.producer import PauseReport, Producer
+from trainer.rollout import Prompt
+from trainer.run.engine_actor import EngineUse, make_engine, use_of
+from trainer.trace import TraceStore
+
+if TYPE_CHECKING:
+    from actors import Handle
+    from shmstore import Store
+    from trainer.engine.torch_engine import TorchEngine
+
+__all__ = ["ProducerActor", "ProducerSetup"]
+
+_log = logging.getLogger("trainer")
+
+_SESSION_PREFIX = "r"
+"""Not the run's name: engines draw their seeds from session ids, and two runs of one configuration
+have to sample the same."""
+_JUDGE_WAIT_S_MIN = 600.0
+"""A verdict may wait this long for a free judge; its own limit is `judge.timeout_s`."""
+_EVAL_OWNER = "eval"
+
+
+@dataclass(frozen=True)
+class ProducerSetup:
+    """All that the process needs to build itself, again after a death."""
+
+    config: Config
+    owner: str
+    cores: Cores
+
+
+class ProducerActor:
+    """See the module."""
+
+    def __init__(self, setup: ProducerSetup) -> None:
+        from actors import current
+
+        setup.cores.pin()
+        self._setup = setup
+        self._config = setup.config
+        store = current().runtime.store
+        if store is None:
+            raise TrainerError("the producer was spawned in a runtime without a store")
+        self._store: Store = store
+        self._inline: TorchEngine | None = None
+        self._router: EngineRouter | None = None
+        self._engines: Mapping[str, Handle] = {}
+        self._parts: ProducerParts | None = None
+        self._producer: Producer | None = None
+        self._loop_task: asyncio.Task[None] | None = None
+
+    # -- life ------------------------------------------------------------------------------------
+
+    async def prepare(self, engines: Mapping[str, Handle]) -> None:
+        """Makes engine and parts, which takes seconds and needs no weights. Twice is no error."""
+        if self._parts is not None:
+            return
+        self._engines = engines
+        engine, tokenizer = await self._make_engine(engines)
+        self._tasks = ByTask(self._config.tasks)
+        self._parts = ProducerParts(
+            engine=engine,
+            traces=TraceStore(self._store),
+            tokenizer=tokenizer,
+            environment=self._tasks,
+            judge=self._tasks,
+        )
+
+    async def start(
+        self, desk: Handle | None, engines: Mapping[str, Handle], weights: WeightsVersion
+    ) -> int:
+        """Takes the weights, and produces if there is a desk to draw from.
+
+        -> the incarnation of this process, so that the driver knows whom it has started.
+        """
+        from actors import current
+
+        config = self._config
+        await self.prepare(engines)
+        if self._router is not None:
+            await asyncio.gather(*(self._router.up(name, weights) for name in engines))
+        else:
+            await self._ready.engine.load_weights(weights, "pause")
+        if desk is not None and self._producer is None:
+            self._store.sessions.bind(self._setup.owner, heir=None)
+            self._producer = Producer(
+                desk,
+                self._ready,
+                self._producer_config(config.rollout.rollouts_per_prompt, self._params()),
+                owner=self._setup.owner,
+                run_name=_SESSION_PREFIX,
+            )
+            self._loop_task = asyncio.create_task(self._produce(self._producer, desk))
+        return current().incarnation
+
+    @property
+    def _ready(self) -> ProducerParts:
+        if self._parts is None:
+            raise NotStarted("the producer was asked to work before start()")
+        return self._parts
+
+    async def _make_engine(self, engines: Mapping[str, Handle]) -> tuple[Engine, Tokenizer]:
+        if not engines:
+            engine, tokenizer = await asyncio.to_thread(
+                make_engine, self._config, self._setup.cores.threads, self._store
+            )
+            self._inline = engine
+            return engine, tokenizer
+        from actors import ActorDied
+        from trainer.model.models import build_tokenizer
+
+        info = await next(iter(engines.values())).describe.using(when_down="wait")()
+        remote: Mapping[str, Any] = engines  # handles answer the methods of the protocol
+        self._router = EngineRouter(remote, info, (ActorDied,))
+        return self._router, build_tokenizer(self._config.model)
+
+    async def _produce(self, producer: Producer, desk: Handle) -> None:
+        try:
+            await producer.run()
+        except Exception as error:  # the task's end: whoever waits for its rollouts must hear of it
+            await desk.fail(self._setup.owner, f"{type(error).__name__}: {error}")
+            raise
+
+    def _params(self) -> SamplingParams:
+        rollout = self._config.rollout
+        return SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=rollout.stop,
+        )
+
+    def _producer_config(self, group_size: int, params: SamplingParams) -> ProducerConfig:
+        config = self._config
+        engines = max(1, len(self._engines))
+        full = math.ceil(config.engine.max_batch * engines / group_size)
+        limits_s = [task.judge.timeout_s for task in config.tasks]
+        return ProducerConfig(
+            group_size=group_size,
+            groups_max=max(full, config.rollout.prompts_per_step),
+            params=params,
+            partial_rollout=config.schedule.partial_rollout,
+            judge_timeout_s=max(_JUDGE_WAIT_S_MIN, *limits_s),
+            filter_equal_rewards=config.replay.filter_equal_rewards,
+        )
+
+    async def stop(self) -> None:
+        """Ends production in order: pending work is cancelled and given back."""
+        if self._producer is not None:
+            await self._producer.stop(self._config.schedule.pause_timeout_s)
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            await asyncio.gather(self._loop_task, return_exceptions=True)
+        if self._parts is not None:
+            await self._tasks.aclose()
+        if self._inline is not None:
+            await self._inline.aclose()
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    async def load_weights(self, weights: WeightsVersion, mode: SyncMode) -> None:
+        """Every engine takes the weights."""
+        await self._ready.engine.load_weights(weights, mode)
+
+    async def engine_up(self, name: str, weights: WeightsVersion) -> None:
+        """An engine process was started again: it takes the weights, then requests."""
+        if self._router is not None:
+            await self._router.up(name, weights)
+
+    async def pause(self, timeout_s: float) -> PauseReport:
+        """No new work; pending rollouts are aborted into the buffer. See `Producer.pause`."""
+        if self._producer is None:
+            raise NotStarted("the producer was asked to pause before start()")
+        return await self._producer.pause(timeout_s)
+
+    async def rest(self) -> None:
+        """Engines give cached memory of their devices back (colocated schedule)."""
+        if self._inline is not None:
+            rest_device(self._config.engine.device)
+        await self._ask_engines("rest")
+
+    async def resume(self) -> None:
+        """Go on."""
+        if self._producer is not None:
+            await self._producer.resume()
+
+    async def use(self) -> dict[str, EngineUse]:
+        """What each engine has done since its process began; the dead are left out."""
+        if self._inline is not None:
+            return {"inline": use_of(self._inline)}
+        return await self._ask_engines("use")
+
+    async def _ask_engines(self, method: str) -> dict[str, Any]:
+        """What the engine processes answer; the dead are left out."""
+        from actors import ActorDied
+
+        async def ask(name: str, handle: Handle) -> tuple[str, Any] | None:
+            try:
+                return name, await handle.method(method)()
+            except ActorDied:
+                return None
+
+        found = await asyncio.gather(*(ask(n, h) for n, h in self._engines.items()))
+        return dict(pair for pair in found if pair is not None)
+
+    # -- evaluation ------------------------------------------------------------------------------
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], rollouts_each: int, temperature: float
+    ) -> dict[str, float]:
+        """Held-out rewards (lifecycle L22): in total and, of a mixture, by task; what failed."""
+        self._store.sessions.bind(_EVAL_OWNER, heir=None)
+        rollout = self._config.rollout
+        params = SamplingParams(
+            max_new_tokens=rollout.max_new_tokens, temperature=temperature, stop=rollout.stop
+        )
+        config = self._producer_config(rollouts_each, params)
+        evaluator = Evaluator(self._ready, config, prompts, owner=_EVAL_OWNER)
+        report = await evaluator.run()
+        for error in report.errors:
+            _log.warning("a rollout of the evaluation failed: %s", error)
+        by_task = report.reward_mean_by_task if len(self._config.tasks) > 1 else {}
+        return {
+            "reward": report.reward_mean,
+            **{f"reward/{task}": mean for task, mean in by_task.items()},
+            "rollouts": float(report.rollouts),
+            "failed": float(report.failed),
+            "response_tokens_mean": report.response_tokens_mean,
+        }

@@ -1,0 +1,149 @@
+"""Makes the parts of a run and connects them: the one place where they meet.
+
+Owns: the runtime, the processes, their cores, devices and environment, and the order in which all
+of it ends. Each part is a small object that knows only its own handles. Promises: on leaving
+`open_parts`, also by an error or a cancellation, every process has ended.
+
+Called by `trainer.fit` and `trainer.run.eval_run`, in the driver.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import actors
+from actors.placement import detect_gpus
+from trainer.config import Config
+from trainer.placement import plan_cores, plan_devices, replica_devices, thread_environment
+from trainer.run.engine_actor import EngineActor, EngineSetup
+from trainer.run.learner_actor import WEIGHTS_OWNER, LearnerActor, LearnerSetup
+from trainer.run.learner_link import LearnerLink
+from trainer.run.learner_state import STATE_OWNER
+from trainer.run.producer_actor import ProducerActor, ProducerSetup
+from trainer.run.producer_link import ProducerLink
+
+if TYPE_CHECKING:
+    from actors import Handle, Runtime
+    from shmstore import Store
+
+__all__ = ["PRODUCER_OWNER", "Parts", "check_devices", "open_parts"]
+
+PRODUCER_OWNER = "producer-0"
+
+
+@dataclass
+class Parts:
+    """The processes of a run, as the driver sees them."""
+
+    runtime: Runtime
+    store: Store
+    learner: LearnerLink
+    producer: ProducerLink
+
+    async def to_engine(self) -> None:
+        """The colocated schedule: the learner lets go of what it does not need between steps."""
+        await self.learner.rest()
+
+    async def to_learner(self) -> None:
+        """The same for the engine."""
+        await self.producer.rest()
+
+
+@asynccontextmanager
+async def open_parts(
+    config: Config,
+    name: str,
+    store: Store,
+    logs: Path,
+    note: Callable[[str], None],
+    gpus: Sequence[str] | None = None,
+) -> AsyncIterator[Parts]:
+    """Starts the processes of run `name` on its arena; ends them all on leaving.
+
+    gpus: as in `check_devices`. Raises ConfigError before any process starts.
+    """
+    plan = _Plan(config, gpus)
+    store.sessions.bind(STATE_OWNER, heir=None)
+    store.sessions.bind(WEIGHTS_OWNER, heir=None)
+    async with actors.Runtime(store=store, name=name, log_dir=logs, forward_logs=False) as rt:
+        start = partial(_start, rt, plan, note)
+        learner = await start("learner", LearnerActor, LearnerSetup(config, plan.cores["learner"]))
+        engines = {
+            name: await start(name, EngineActor, EngineSetup(config, plan.cores[name], index))
+            for index, name in enumerate(plan.engines)
+        }
+        producer = await start(
+            "producer",
+            ProducerActor,
+            ProducerSetup(config, PRODUCER_OWNER, plan.cores["producer"]),
+        )
+        yield Parts(
+            rt,
+            store,
+            LearnerLink(learner, store, note),
+            ProducerLink(producer, engines, PRODUCER_OWNER, note),
+        )
+
+
+async def _start(
+    rt: Runtime, plan: _Plan, note: Callable[[str], None], name: str, cls: type[Any], setup: object
+) -> Handle:
+    """One process. Once it stands, the supervisor restarts it; until then, this does."""
+    for _ in range(plan.restart.max):
+        try:
+            return await rt.spawn(
+                cls, setup, name=name, restart=plan.restart, env=plan.environment(name)
+            )
+        except actors.SpawnDied as death:
+            note(f"{name} died while it was started ({death}); once more")
+    return await rt.spawn(cls, setup, name=name, restart=plan.restart, env=plan.environment(name))
+
+
+def check_devices(config: Config, gpus: Sequence[str] | None = None) -> None:
+    """Raises ConfigError when the run needs a device that is not there.
+
+    gpus: what CUDA calls the devices that the run may use; None: those of the machine.
+    """
+    _Plan(config, gpus)
+
+
+class _Plan:
+    """Which process gets which cores and which device, and how often it may be started again."""
+
+    def __init__(self, config: Config, gpus: Sequence[str] | None) -> None:
+        engine, learner = config.engine, config.learner
+        self.engines = (
+            () if engine.inline else tuple(f"engine-{index}" for index in range(engine.replicas))
+        )
+        generating = ("producer",) if engine.inline else self.engines
+        wanted = [("learner", learner.threads)]
+        # Without an engine of its own the producer computes little: it shares the other cores.
+        wanted += [(name, engine.threads) for name in generating]
+        available = sorted(os.sched_getaffinity(0))
+        self.cores = plan_cores(wanted, available, pin=config.run.pin)
+        if not engine.inline:
+            self.cores |= plan_cores([("producer", 1)], available, pin=False)
+        devices = [("learner", learner.device)]
+        devices += zip(generating, replica_devices(engine.device, len(generating)), strict=True)
+        self._visible = plan_devices(devices, detect_gpus() if gpus is None else gpus)
+        self._deterministic = learner.deterministic or config.run.deterministic
+        faults = config.faults
+        self.restart = actors.Restart(max=faults.restarts_max, within=faults.restarts_within_s)
+
+    def environment(self, process: str) -> dict[str, str]:
+        """Variables that libraries of the process read when they are loaded.
+
+        The placement of `actors` hands devices out whole; here the configuration says who sees
+        which, because a learner and an engine may share one.
+        """
+        visible = self._visible.get(process, "")
+        found = thread_environment(self.cores[process]) | {"CUDA_VISIBLE_DEVICES": visible}
+        if visible and self._deterministic:
+            found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it torch refuses to multiply
+        return found

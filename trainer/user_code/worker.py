@@ -1,0 +1,93 @@
+"""The process in which judges and tools of users run, so that one that hangs can be killed.
+
+Owns: reading requests from standard input and writing answers to the descriptor that was standard
+output; what user code prints goes to standard error. Protocol: frames of a 4-byte little-endian
+length and a msgpack map. Request `{"target", "args", "kwargs"}`, or `{"target"}` alone, which
+only imports it; answer `{"value"}` or `{"error", "traceback"}`.
+
+Promises: one call at a time; it ends when its parent does (end of input, or the kernel's
+parent-death signal while user code runs). Started only by `trainer.user_code.pool`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import os
+import signal
+import struct
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import msgspec
+
+from trainer.user_code.targets import resolve
+
+__all__ = ["FRAME_BYTES_MAX", "main"]
+
+FRAME_BYTES_MAX = 64 << 20
+"""A text longer than this is no judgement."""
+
+_PR_SET_PDEATHSIG = 1
+_LENGTH = struct.Struct("<I")
+
+
+def main() -> None:
+    """Serves calls until the input ends."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return  # the parent died before the kernel was told to watch it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    requests = os.fdopen(0, "rb", buffering=0, closefd=False)
+    known: dict[str, Callable[..., Any]] = {}
+    while (frame := _read(requests)) is not None:
+        answers.write(_frame(_answer(msgspec.msgpack.decode(frame), known)))
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    head = _exactly(stream, _LENGTH.size)
+    if head is None:
+        return None
+    return _exactly(stream, _LENGTH.unpack(head)[0])
+
+
+def _exactly(stream: BinaryIO, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        part = stream.read(count - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def _frame(value: dict[str, Any]) -> bytes:
+    try:
+        body = msgspec.msgpack.encode(value)
+    except (TypeError, OverflowError, msgspec.MsgspecError) as error:
+        body = msgspec.msgpack.encode({"error": f"answer cannot be sent: {error}", "traceback": ""})
+    return _LENGTH.pack(len(body)) + body
+
+
+def _answer(request: dict[str, Any], known: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+    target = str(request["target"])
+    try:
+        if target not in known:
+            known[target] = resolve(target)
+        if "args" not in request:
+            return {"value": None}
+        value = known[target](*request["args"], **request["kwargs"])
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
+    except Exception as error:  # the boundary between user code and the run: it travels as text
+        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    return {"value": value}
+
+
+if __name__ == "__main__":
+    main()

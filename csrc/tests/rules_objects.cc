@@ -64,7 +64,11 @@ RULE(an_object_may_fill_the_whole_arena) {
   EXPECT(f.stats().free == 0);
   Draft draft;
   EXPECT_STATUS(Status::full, f.store->reserve(kCapacityMin / 2, Wait{}, draft));
-  EXPECT_STATUS(Status::too_large, f.store->reserve(2 * kCapacityMin, Wait{}, draft));
+  EXPECT_STATUS(Status::too_large, f.store->reserve(kCapacityMin + 1, Wait{-1}, draft));
+  whole.reset();
+  OK(f.store->reserve(kCapacityMin + 64, Wait{}, draft, 64));  // with a head
+  OK(f.store->discard(draft));
+  EXPECT_STATUS(Status::too_large, f.store->reserve(kCapacityMin + 65, Wait{-1}, draft, 64));
 }
 
 RULE(a_stale_ref_is_an_error_and_never_other_bytes) {

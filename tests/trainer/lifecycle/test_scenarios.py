@@ -231,10 +231,10 @@ def test_f_two_wrappers_of_one_object_free_it_once(
 class _ReleasesUnderTheLock(ReplayBuffer):
     """Old (g): dropped groups are released one by one while the lock is held."""
 
-    def _drop(self, entries: Any) -> None:
+    def _drop(self, groups: Any) -> None:
         with self._lock:
-            for entry in entries:
-                self._store.sessions.release(entry.group.session_ids, owner=self.owner)
+            for group in groups:
+                self._store.sessions.release(group.session_ids, owner=self.owner)
 
 
 class _Watched:
@@ -329,7 +329,7 @@ class _AwaitsBetween(ReplayBuffer):
     """Old (j): sessions are released in one step and the group is detached in a later one."""
 
     async def take(self, need: Any, *, train_step: int, owner: str, timeout: Any = None) -> Batch:
-        await self.waiting.for_batch(need)
+        await self.waiting.for_batch(need, owner=owner)
         entries: list[Entry] = []
         for task, count in need.items():
             for _ in range(count):

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <thread>
 
+#include "layout.h"
 #include "rules.h"
 
 using namespace shmrl;
@@ -54,6 +55,25 @@ RULE(objects_of_all_sizes_do_not_overlap) {
     Pin pin;
     OK(f.store->pin(holds[i].ref(), Wait{}, pin));
     EXPECT(pin.size() == made[i].first && holds_only(pin, made[i].second));
+  }
+}
+
+RULE(objects_one_byte_around_each_size_of_block_do_not_overlap) {
+  Fixture f(small(64u << 20));
+  std::vector<std::uint64_t> sizes;
+  for (std::uint32_t block : kClassBytes)
+    for (std::uint64_t size : {block - 1, block, block + 1})
+      if (block > 0) sizes.push_back(size);
+  for (std::uint64_t granules = 8; granules < 40; ++granules)
+    for (std::uint64_t size : {granules * kGranule, granules * kGranule + 1}) sizes.push_back(size);
+  std::vector<Hold> holds;
+  for (int twin = 0; twin < 2; ++twin)
+    for (std::uint64_t size : sizes)
+      holds.push_back(put(*f.store, size, static_cast<int>(holds.size() % 251)));
+  for (std::size_t i = 0; i < holds.size(); ++i) {
+    Pin pin;
+    OK(f.store->pin(holds[i].ref(), Wait{}, pin));
+    EXPECT(pin.size() == sizes[i % sizes.size()] && holds_only(pin, static_cast<int>(i % 251)));
   }
 }
 

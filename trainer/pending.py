@@ -242,13 +242,17 @@ class PendingGroup:
     async def _score(self, conversation: Conversation) -> tuple[float | None, str | None]:
         """Ask the judge; -> reward and error: a time-out or a reward that is no number is one."""
         limit_s = self._config.judge_timeout_s
+        limit: asyncio.Timeout | None = None
         try:
-            async with asyncio.timeout(limit_s) as limit:
-                return await _apart(self._judge(conversation)), None
+            verdict = self._asked(conversation)
+            if isinstance(verdict, Coroutine):
+                async with asyncio.timeout(limit_s) as limit:
+                    verdict = await _apart(verdict)
+            return _finite(verdict), None
         except TimeoutError as error:
-            return None, f"the judge took more than {limit_s} s" if limit.expired() else _text_of(
-                error
-            )
+            if limit is not None and limit.expired():
+                return None, f"the judge took more than {limit_s} s"
+            return None, _text_of(error)
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
@@ -257,14 +261,15 @@ class PendingGroup:
         except (Exception, BaseExceptionGroup) as error:
             return None, _text_of(error)
 
-    async def _judge(self, conversation: Conversation) -> float:
+    def _asked(self, conversation: Conversation) -> float | Coroutine[Any, Any, float]:
+        """The verdict of a plain judge, or what has yet to be run to have one."""
         trace = None
         if self._parts.judge_reads_trace:
             trace = self._parts.traces.export(conversation.id, node=conversation.node)
-        reward = await self._parts.judge.score(self.work.prompt, conversation.text, trace)
-        if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-            raise JudgeError(f"the judge returned {reward!r}; a finite number is needed")
-        return float(reward)
+        try:
+            return self._parts.judge.score(self.work.prompt, conversation.text, trace)
+        except SystemExit as error:
+            raise _exited(error) from error
 
     def _is_useless(self) -> bool:
         rewards = {rollout.reward for rollout in self.rollouts}
@@ -292,10 +297,21 @@ async def _apart(user_code: Coroutine[Any, Any, T]) -> T:
     async def guarded() -> T:
         try:
             return await user_code
-        except SystemExit as error:  # it would end the process
-            raise RolloutError(f"user code called sys.exit({error})") from error
+        except SystemExit as error:
+            raise _exited(error) from error
 
     return await asyncio.get_running_loop().create_task(guarded())
+
+
+def _exited(error: SystemExit) -> RolloutError:
+    """For user code that calls sys.exit, which would end the process."""
+    return RolloutError(f"user code called sys.exit({error})")
+
+
+def _finite(verdict: object) -> float:
+    if isinstance(verdict, bool) or not isinstance(verdict, Real) or not math.isfinite(verdict):
+        raise JudgeError(f"the judge returned {verdict!r}; a finite number is needed")
+    return float(verdict)
 
 
 def _is_cancelled() -> bool:

@@ -25,7 +25,18 @@ constexpr const char* kLockSuffix = "~lock";
 constexpr const char* kNewSuffix = "~new";
 constexpr const char* kNewLockSuffix = "~newlock";
 
-std::string prefix() { return "shmrl-" + std::to_string(::geteuid()) + "-"; }
+constexpr std::string_view kPrefix = "shmrl-";
+
+std::string prefix() { return std::string(kPrefix) + std::to_string(::geteuid()) + "-"; }
+
+// Calls visit(file name) for each file of a directory.
+template <class Visit>
+void for_each_file(const std::string& directory, Visit visit) {
+  DIR* const dir = ::opendir(directory.c_str());
+  if (dir == nullptr) throw_system("opendir", directory);
+  while (const dirent* entry = ::readdir(dir)) visit(std::string_view(entry->d_name));
+  ::closedir(dir);
+}
 
 std::int64_t unix_ns() noexcept {
   timespec now{};
@@ -206,13 +217,25 @@ void create_arena_file(Arena& arena, const std::string& name, const Options& opt
   }
 }
 
+Failure no_arena(const std::string& directory, const std::string& name) {
+  std::string user;
+  for_each_file(directory, [&](std::string_view file) {
+    if (!file.starts_with(kPrefix) || !file.ends_with("-" + name)) return;
+    std::size_t const length = file.size() - kPrefix.size() - name.size() - 1;
+    if (length >= file.size()) return;  // the prefix and the name overlap
+    std::string_view const uid = file.substr(kPrefix.size(), length);
+    if (uid.find_first_not_of("0123456789") == std::string_view::npos) user = uid;
+  });
+  std::string const none = "there is no arena \"" + name + "\" of this user in " + directory;
+  if (user.empty()) return {Status::not_found, none};
+  return {Status::foreign_user, none + "; that of user " + user + " may not be used"};
+}
+
 void open_arena_file(Arena& arena, const std::string& name, const std::string& directory) {
   std::string const path = arena_path(directory, name);
   Descriptor file(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
   if (file.get() < 0) {
-    if (errno == ENOENT)
-      throw Failure(Status::not_found,
-                    "there is no arena \"" + name + "\" of this user in " + directory);
+    if (errno == ENOENT) throw no_arena(directory, name);
     if (errno == EACCES || errno == ELOOP)
       throw Failure(Status::foreign_user, path + " is not a file that this user may use");
     throw_system("open", path);
@@ -305,17 +328,13 @@ ArenaInfo inspect_arena(const std::string& directory, const std::string& name,
 
 NamesFound find_names(const std::string& directory) {
   std::set<std::string> arenas, others;
-  DIR* const dir = ::opendir(directory.c_str());
-  if (dir == nullptr) throw_system("opendir", directory);
   std::string const begin = prefix();
-  while (const dirent* entry = ::readdir(dir)) {
-    std::string_view const file(entry->d_name);
-    if (!file.starts_with(begin)) continue;
+  for_each_file(directory, [&](std::string_view file) {
+    if (!file.starts_with(begin)) return;
     std::string const name(file.substr(begin.size(), file.find('~') - begin.size()));
-    if (!valid_arena_name(name)) continue;
+    if (!valid_arena_name(name)) return;
     (file.find('~') == std::string_view::npos ? arenas : others).insert(name);
-  }
-  ::closedir(dir);
+  });
   NamesFound found;
   found.arenas.assign(arenas.begin(), arenas.end());
   std::set_difference(others.begin(), others.end(), arenas.begin(), arenas.end(),

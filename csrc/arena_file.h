@@ -34,6 +34,9 @@ bool file_id(const std::string& path, FileId& out) noexcept;  // false: no such 
 
 // Builds the arena, joins it and publishes it. The name must be free. Throws Failure.
 void create_arena_file(Arena& arena, const std::string& name, const Options& options);
+// Why there is nothing to open or remove: not_found, or foreign_user where another user has an
+// arena of that name.
+Failure no_arena(const std::string& directory, const std::string& name);
 // Opens and maps; the caller joins. Throws Failure (not_found, foreign_user, corrupt, ...).
 void open_arena_file(Arena& arena, const std::string& name, const std::string& directory);
 void remove_arena_files(const std::string& directory, std::string_view name);

@@ -65,19 +65,23 @@ Target parse_target(StoreCore& core, nb::handle session, nb::handle timeout, nb:
   return target;
 }
 
-Draft reserve(const Target& target, std::uint64_t size) {
+// `head`: bytes of the object's header; the payload follows.
+Draft reserve(const Target& target, std::uint64_t head, std::uint64_t payload_bytes) {
   const StoreCore::Use store(target.core);
   Draft draft;
+  std::uint64_t size = 0;
+  if (__builtin_add_overflow(head, payload_bytes, &size)) size = UINT64_MAX;
   auto attempt = [&](const Wait& wait) {
-    return target.session.empty() ? store->reserve(size, wait, draft)
-                                  : store->reserve(size, target.session, wait, draft);
+    return target.session.empty() ? store->reserve(size, wait, draft, head)
+                                  : store->reserve(size, target.session, wait, draft, head);
   };
   Status status = attempt(Wait{});
   if ((status == Status::full || status == Status::objects_full) && target.wait.timeout_ns != 0) {
     const WithoutGil released;
     status = attempt(target.wait);
   }
-  if (status == Status::full || status == Status::too_large) raise_full(*store, status, size);
+  if (status == Status::full) raise_full(*store, status, size);
+  if (status == Status::too_large) raise_full(*store, status, payload_bytes);
   require(status);
   return draft;
 }
@@ -107,7 +111,7 @@ void copy_payload(void* destination, const void* source, std::size_t size) {
 }
 
 nb::object put_flat(const Target& target, const ValueHeader& header, const void* payload) {
-  Draft draft = reserve(target, sizeof(header) + header.payload_bytes);
+  Draft draft = reserve(target, sizeof(header), header.payload_bytes);
   std::memcpy(draft.data(), &header, sizeof(header));
   if (header.payload_bytes > 0)
     copy_payload(draft.data() + sizeof(header), payload, header.payload_bytes);
@@ -140,7 +144,7 @@ nb::object put_encoded(const Target& target, nb::handle value) {
   nb::object head = encoded[0];
   const auto head_bytes = static_cast<std::size_t>(PyBytes_GET_SIZE(head.ptr()));
   const auto payload_bytes = nb::cast<std::uint64_t>(nb::object(encoded[1]));
-  Draft draft = reserve(target, head_bytes + payload_bytes);
+  Draft draft = reserve(target, head_bytes, payload_bytes);
   std::memcpy(draft.data(), PyBytes_AS_STRING(head.ptr()), head_bytes);
   // The writer gets the payload as a memoryview that is dead when it returns: it cannot be kept.
   nb::object view = nb::steal(
@@ -251,7 +255,7 @@ Draft gather(const Target& target, nb::handle head, nb::handle parts, std::size_
   if (!read_head(static_cast<const std::byte*>(header.data()), header.size(), first) ||
       first.header_bytes != header.size())
     raise("BadValue", "the head is no value header; see shmstore.headers");
-  Draft draft = reserve(target, header.size() + payload_bytes);
+  Draft draft = reserve(target, header.size(), payload_bytes);
   std::byte* at = draft.data();
   std::memcpy(at, header.data(), header.size());
   const std::uint64_t stated_bytes = payload_bytes;
@@ -281,16 +285,23 @@ std::uint32_t append_parts(StoreCore& core, nb::handle session, nb::handle head,
   return seal_in_session(target, draft);
 }
 
-nb::object reserve_draft(nb::handle self, nb::handle bytes, nb::handle session, nb::handle timeout,
-                         nb::handle parent) {
+std::uint64_t parse_bytes(nb::handle bytes, const char* what) {
   const bool whole = PyLong_Check(bytes.ptr()) && !PyBool_Check(bytes.ptr());
-  const std::uint64_t size = whole ? PyLong_AsUnsignedLongLong(bytes.ptr()) : 0;
+  const std::uint64_t count = whole ? PyLong_AsUnsignedLongLong(bytes.ptr()) : 0;
   if (!whole || PyErr_Occurred()) {
     PyErr_Clear();
-    raise("BadValue", "size must be a count of bytes, an int from 0 up to 2**64 - 1");
+    raise("BadValue",
+          std::string(what) + " must be a count of bytes, an int from 0 up to 2**64 - 1");
   }
+  return count;
+}
+
+nb::object reserve_draft(nb::handle self, nb::handle size, nb::handle session, nb::handle timeout,
+                         nb::handle parent, nb::handle head) {
+  const std::uint64_t payload_bytes = parse_bytes(size, "size");
+  const std::uint64_t head_bytes = parse_bytes(head, "head");
   const Target target = parse_target(nb::cast<StoreCore&>(self), session, timeout, parent);
-  Draft draft = reserve(target, size);
+  Draft draft = reserve(target, head_bytes, payload_bytes);
   return nb::steal(new_draft(self, std::move(draft), target.parent, target.session.empty()));
 }
 
@@ -484,7 +495,8 @@ void bind_objects(nb::class_<StoreCore>& type) {
            "Gather into one object at the end of a session; -> its position there, instead of a "
            "ref.")
       .def("reserve", &reserve_draft, arg("size").none(), none("session"), none("timeout"),
-           none("parent"), "An object of `size` bytes under construction; see build.");
+           none("parent"), arg("head").none() = 0,
+           "An object of `head` bytes of header and `size` bytes under construction; see build.");
 }
 
 void bind_copy(nb::module_& module) {

@@ -24,10 +24,6 @@ ArenaInfo inspect(const std::string& directory, const std::string& name) {
   });
 }
 
-Failure not_found(const std::string& directory, const std::string& name) {
-  return {Status::not_found, "there is no arena \"" + name + "\" of this user in " + directory};
-}
-
 // Makes way for a new arena: an old one without live clients goes. Registry mutex held.
 void remove_dead(const std::string& directory, const std::string& name) {
   FileId id;
@@ -131,10 +127,10 @@ ProcessArena* ProcessArena::attach(const std::string& name, const AttachOptions&
 Status ProcessArena::unlink(const std::string& name, const std::string& directory) {
   std::string const path = arena_path(directory, name);
   FileId id;
-  if (!file_id(path, id)) throw not_found(directory, name);
+  if (!file_id(path, id)) throw no_arena(directory, name);
   NameLock const lock(directory, name);
   std::scoped_lock const guard(registry().mutex);
-  if (!file_id(path, id)) throw not_found(directory, name);
+  if (!file_id(path, id)) throw no_arena(directory, name);
   if (auto const known = registry().last_ids.find(path); known != registry().last_ids.end()) {
     ArenaInfo const there = inspect(directory, name);
     bool const another = there.status == Status::layout_mismatch ||

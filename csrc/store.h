@@ -190,10 +190,12 @@ class Store {
 
   // -- objects -----------------------------------------------------------------
 
-  // Reserves an object of `size` bytes (0 allowed). With a session id the seal will also attach it
-  // there; the session must be live now and still at the seal.
-  Status reserve(std::uint64_t size, const Wait& wait, Draft& out);
-  Status reserve(std::uint64_t size, std::string_view session, const Wait& wait, Draft& out);
+  // Reserves an object of `size` bytes (0 allowed). Its first `head` bytes describe the value and
+  // do not count against the capacity. With a session id the seal will also attach it there; the
+  // session must be live now and still at the seal.
+  Status reserve(std::uint64_t size, const Wait& wait, Draft& out, std::uint64_t head = 0);
+  Status reserve(std::uint64_t size, std::string_view session, const Wait& wait, Draft& out,
+                 std::uint64_t head = 0);
   // Publishes the draft's bytes (and attaches, in the same atomic step). On ok `hold` owns a
   // counted reference (pass nullptr where none is wanted: an unattached object then ends at once
   // unless somebody else holds it) and the draft is empty. On failure the draft is unchanged

@@ -198,9 +198,10 @@ class Reservation {
 
 }  // namespace
 
-Status Store::reserve(std::uint64_t size, const Wait& wait, Draft& out) {
+Status Store::reserve(std::uint64_t size, const Wait& wait, Draft& out, std::uint64_t head) {
   return call([&](ProcessArena& process, Arena& arena) {
-    if (size > arena.payload_bytes())
+    // The slack beyond the capacity is for heads.
+    if (size > arena.payload_bytes() || size - std::min(head, size) > arena.capacity())
       return fail(Status::too_large, "an object of " + std::to_string(size) +
                                          " bytes cannot fit into an arena of " +
                                          std::to_string(arena.capacity()));
@@ -221,7 +222,8 @@ Status Store::reserve(std::uint64_t size, const Wait& wait, Draft& out) {
   });
 }
 
-Status Store::reserve(std::uint64_t size, std::string_view session, const Wait& wait, Draft& out) {
+Status Store::reserve(std::uint64_t size, std::string_view session, const Wait& wait, Draft& out,
+                      std::uint64_t head) {
   std::uint32_t slot = kNil;
   std::uint32_t generation = 0;
   Status const found = call([&](ProcessArena& process, Arena& arena) {
@@ -234,7 +236,7 @@ Status Store::reserve(std::uint64_t size, std::string_view session, const Wait& 
     return Status::ok;
   });
   if (found != Status::ok) return found;
-  if (Status s = reserve(size, wait, out); s != Status::ok) return s;
+  if (Status s = reserve(size, wait, out, head); s != Status::ok) return s;
   out.session_ = slot;
   out.session_generation_ = generation;
   return Status::ok;

@@ -148,6 +148,7 @@ class StoreCore:
         session: str | None = None,
         timeout: float | None = None,
         parent: int | None = None,
+        head: int = 0,
     ) -> DraftHandle: ...
     def get(
         self,

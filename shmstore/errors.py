@@ -20,9 +20,9 @@ nothing.
     ├── NotStorable           the value cannot be written into the arena (also TypeError)
     │   └── PickleRefused     it would need pickle, and this store does not allow pickle
     ├── StoreNotFound         no arena of that name (also FileNotFoundError)
+    │   ├── StoreDenied       the arena belongs to another user (also PermissionError)
     │   └── StoreSuperseded   the name belongs to a successor of the arena that was meant
     ├── StoreExists           a live arena has that name (also FileExistsError)
-    ├── StoreDenied           the arena belongs to another user (also PermissionError)
     ├── LayoutMismatch        the arena was written by another version or another machine type
     ├── ArenaDamaged          the arena's bytes contradict themselves
     ├── StoreClosed           this handle was closed
@@ -126,16 +126,16 @@ class StoreNotFound(StoreError, FileNotFoundError):
     """No arena of that name exists for this user."""
 
 
+class StoreDenied(StoreNotFound, PermissionError):
+    """The arena of that name belongs to another user; this one has none."""
+
+
 class StoreSuperseded(StoreNotFound):
     """The name belongs to a successor of the arena that was meant; nothing was removed."""
 
 
 class StoreExists(StoreError, FileExistsError):
     """A live arena has that name."""
-
-
-class StoreDenied(StoreError, PermissionError):
-    """The arena belongs to another user."""
 
 
 class LayoutMismatch(StoreError):

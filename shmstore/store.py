@@ -162,7 +162,7 @@ class Store(_core.StoreCore):
         """
         plan = draft.plan(shape, dtype)
         header, payload_bytes = plan.header()
-        handle = self.reserve(len(header) + payload_bytes, session, timeout, parent)
+        handle = self.reserve(payload_bytes, session, timeout, parent, len(header))
         return draft.Draft(handle, header, plan)
 
     def put_stream(

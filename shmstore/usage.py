@@ -152,6 +152,15 @@ def store_full(class_name: str, facts: dict[str, Any]) -> StoreFull:
         if pinned:
             holders[f"process {pid} (views)"] = pinned
     needed, free, largest = facts["requested"], facts["free"], facts["largest_free"]
+    if kind is ObjectTooLarge:
+        return kind(
+            f"an object of {needed:,} bytes can never fit into an arena of "
+            f"{facts['capacity']:,}: create it with more capacity",
+            needed=needed,
+            free=free,
+            largest_free=largest,
+            capacity=facts["capacity"],
+        )
     held_text = ", ".join(
         f"{who} {format_size(held)}"
         for who, held in sorted(holders.items(), key=lambda item: -item[1])[:_HOLDERS_NAMED_MAX]
@@ -171,8 +180,6 @@ def store_full(class_name: str, facts: dict[str, Any]) -> StoreFull:
             message += ", the most that may"
         if needed <= largest:
             message += " and come first: as many bytes as they ask for have passed them"
-    if kind is ObjectTooLarge:
-        message += "; it would not fit when empty either: raise the arena's capacity"
     return kind(
         message,
         needed=needed,

@@ -116,7 +116,7 @@ class Conversation:
         self._shared = shared
         self._gate = gate
         self._arena_wait_s = arena_wait_s
-        self._stopping = False
+        self._stopping = self._closed = False
         self._n_requests = 0
         self._record = [] if fresh else self._load_record()
         self._old_turns = frozenset(rollout.turns)
@@ -163,6 +163,8 @@ class Conversation:
         self, content: Content | None = None, params: SamplingParams | None = None
     ) -> Turn:
         """Append `content` when given, then let the policy continue to the end of its turn."""
+        if self._closed:
+            raise RolloutAborted
         if content is not None:
             await self.append(content)
         params = params or self._params
@@ -220,6 +222,12 @@ class Conversation:
         self._stopping = True
         if self.request_id is not None:
             await self._engine.abort([self.request_id])
+
+    def close(self) -> None:
+        """Its environment has ended or is abandoned: whoever still holds this gets no more turns,
+        for the session may be another attempt's by then.
+        """
+        self._closed = True
 
     @property
     def node(self) -> int | None:

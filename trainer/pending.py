@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 #: Ids of sessions have at most this many bytes of UTF-8.
 SESSION_ID_BYTES_MAX = 63
+#: User code that did not end when it was cancelled; a loop holds its tasks only weakly.
+_abandoned: set[asyncio.Task[Any]] = set()
 #: The innermost frames of a traceback that an `error_msg` keeps.
 _FRAMES_MAX = 8
 
@@ -41,7 +43,8 @@ class ProducerConfig:
 
     `partial_rollout` (L11): an aborted rollout keeps its tokens and goes on; off, it starts over.
     `rollout_timeout_s`: a rollout that takes longer is aborted, keeping its tokens; one that does
-    not react within `grace_s` is cancelled. `filter_equal_rewards`: a group whose rewards are all
+    not react within `grace_s` is cancelled, and user code that goes on for `grace_s` after that is
+    left to itself. `filter_equal_rewards`: a group whose rewards are all
     equal teaches nothing and is FILTERED. `arena_wait_s`: how long a full arena is waited for.
     `groups_max`: groups in production at once.
     """
@@ -197,7 +200,9 @@ class PendingGroup:
         limit = None if hard_s is None else asyncio.timeout(hard_s)
         try:
             async with limit or nullcontext():
-                await _apart(self._parts.environment.run(conversation, self.work.prompt))
+                await self._apart(
+                    lambda: self._parts.environment.run(conversation, self.work.prompt)
+                )
         except RolloutAborted:
             return Status.ABORTED, None
         except TimeoutError as error:
@@ -214,6 +219,7 @@ class PendingGroup:
                 return Status.ABORTED, None
             return Status.FAILED, _text_with_place(error)
         finally:
+            conversation.close()
             if timer is not None:
                 timer.cancel()
             if stopper is not None:
@@ -244,10 +250,10 @@ class PendingGroup:
         limit_s = self._config.judge_timeout_s
         limit: asyncio.Timeout | None = None
         try:
-            verdict = self._asked(conversation)
-            if isinstance(verdict, Coroutine):
+            verdict = asked = self._asked(conversation)
+            if isinstance(asked, Coroutine):
                 async with asyncio.timeout(limit_s) as limit:
-                    verdict = await _apart(verdict)
+                    verdict = await self._apart(lambda: asked)
             return _finite(verdict), None
         except TimeoutError as error:
             if limit is not None and limit.expired():
@@ -271,6 +277,23 @@ class PendingGroup:
         except SystemExit as error:
             raise _exited(error) from error
 
+    async def _apart(self, user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Await user code in a task of its own, so that a cancellation that comes out of it is not
+        taken for one of ours: a task group inside it leaves marks on the task in which it is.
+
+        Code that catches our cancellation and goes on is abandoned after `grace_s`.
+        """
+        task = asyncio.get_running_loop().create_task(_guarded(user_code))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.done():
+                _abandoned.add(task)
+                task.add_done_callback(_forget)
+                task.cancel()
+                await asyncio.wait((task,), timeout=self._config.grace_s)
+            raise
+
     def _is_useless(self) -> bool:
         rewards = {rollout.reward for rollout in self.rollouts}
         if self._config.filter_equal_rewards and len(self.rollouts) > 1 and len(rewards) == 1:
@@ -289,18 +312,19 @@ def session_id(run_name: str, group_uid: str, k: int, attempt: int) -> str:
     return found
 
 
-async def _apart(user_code: Coroutine[Any, Any, T]) -> T:
-    """Await user code in a task of its own, so that a cancellation that comes out of it is not
-    taken for one of ours: a task group inside it leaves marks on the task in which it is.
-    """
+async def _guarded(user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """User code without the one exception that would end the process."""
+    try:
+        return await user_code()
+    except SystemExit as error:
+        raise _exited(error) from error
 
-    async def guarded() -> T:
-        try:
-            return await user_code
-        except SystemExit as error:
-            raise _exited(error) from error
 
-    return await asyncio.get_running_loop().create_task(guarded())
+def _forget(task: asyncio.Task[Any]) -> None:
+    """Abandoned user code has ended; how is of no interest to anybody any more."""
+    _abandoned.discard(task)
+    if not task.cancelled():
+        task.exception()
 
 
 def _exited(error: SystemExit) -> RolloutError:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "client.h"
 #include "rules.h"
 
 using namespace shmrl;
@@ -91,6 +92,48 @@ RULE(bytes_of_the_dead_come_back_when_they_are_needed) {
   Draft draft;
   OK(f.store->reserve(60u << 20, Wait{}, draft));
   EXPECT(f.stats().counters.reclaimed == 10000);
+}
+
+RULE(a_repair_finds_every_figure_again) {
+  Fixture f;
+  for (const char* id : {"a", "b", "gone"}) OK(f.store->open(id, "p"));
+  OK(f.store->open("c", "q"));
+  OK(f.store->bind("q", "heir"));
+  std::vector<Hold> holds;
+  for (std::uint64_t size :
+       {0u, 64u, 300u, 5000u, 33000u, 40000u}) {  // no size is that of its block
+    holds.push_back(put(*f.store, size + 1, 1));
+    put(*f.store, size + 3, 2, "a").reset();
+    put(*f.store, size + 5, 3, "c").reset();
+  }
+  std::uint32_t position = 0;
+  OK(f.store->attach_object("b", holds[3].ref(), -1, position));
+  std::vector<std::string> done;
+  std::vector<Refusal> refused;
+  OK(f.store->release(Ids{"gone"}, "p", true, done, refused));
+  std::vector<Pin> pins(2);
+  for (std::size_t i : {0, 1}) {
+    OK(f.store->pin(holds[4 + i].ref(), Wait{}, pins[i]));  // ended, under a view
+    holds[4 + i].reset();
+  }
+  Draft draft;
+  OK(f.store->reserve(700, Wait{}, draft));
+
+  Stats const before = f.stats();
+  EXPECT(before.doomed == 2 && before.deferred_bytes > 73000 && before.by_owner.size() == 2);
+  die_inside_a_transaction(f.name);
+  EXPECT_SOUND(*f.store);
+  Stats const after = f.stats();
+  EXPECT(after.counters.recoveries == before.counters.recoveries + 1);
+  EXPECT(after.used == before.used && after.free == before.free &&
+         after.deferred_bytes == before.deferred_bytes);
+  EXPECT(after.objects == before.objects && after.doomed == before.doomed &&
+         after.sessions == before.sessions && after.building == before.building);
+  for (std::size_t i : {0, 1}) {
+    const OwnerUsage &was = before.by_owner[i], &is = after.by_owner[i];
+    EXPECT(is.owner == was.owner && is.sessions == was.sessions && is.objects == was.objects &&
+           is.bytes == was.bytes && is.heir == was.heir);
+  }
 }
 
 RULE(a_stopped_process_is_alive) {

@@ -81,6 +81,7 @@ RULE(a_reservation_waits_for_an_entry_of_a_full_table_too) {
   for (int i = 0; i < 16; ++i) holds.push_back(put(*f.store, 64, i));
   Draft draft;
   EXPECT_STATUS(Status::objects_full, f.store->reserve(64, Wait{}, draft));
+  EXPECT(Store::detail().find("max_objects") != std::string::npos);
   EXPECT_STATUS(Status::objects_full, f.store->reserve(64, Wait{2'000'000}, draft));
   std::thread later([&] {
     while (f.stats().counters.full_waits < 2) std::this_thread::yield();
@@ -137,6 +138,28 @@ RULE(freed_neighbours_merge_so_that_free_bytes_are_usable) {  // ray#16164
   OK(f.store->reserve(kCapacityMin, Wait{}, draft));
 }
 
+RULE(what_one_object_gives_back_another_of_its_size_may_take) {
+  constexpr std::uint64_t kPage = 4096;
+  // Exactly one size, and one of many sizes that share a free list, behind 40 that are too small.
+  for (auto [wanted, others] : {std::pair{10, 0}, {79, 65}}) {
+    Fixture f(small(16u << 20));
+    std::vector<Hold> gaps, walls;
+    for (int i = 0; i < (others > 0 ? 41 : 1); ++i) {
+      gaps.push_back(
+          put(*f.store, static_cast<std::uint64_t>(i == 0 ? wanted : others) * kPage, 1));
+      walls.push_back(put(*f.store, 9 * kPage, 2));
+    }
+    Draft draft;
+    for (std::uint64_t pages : {512u, 64u, 9u})
+      while (f.store->reserve(pages * kPage, Wait{}, draft) == Status::ok) {
+        walls.emplace_back();
+        OK(f.store->seal(draft, &walls.back()));
+      }
+    for (Hold& gap : gaps) gap.reset();
+    OK(f.store->reserve(static_cast<std::uint64_t>(wanted) * kPage, Wait{}, draft));
+  }
+}
+
 RULE(a_failed_reservation_counts_nowhere) {  // v6d#862
   Fixture f;
   Hold big = put(*f.store, kCapacityMin - 100000, 1);
@@ -145,19 +168,6 @@ RULE(a_failed_reservation_counts_nowhere) {  // v6d#862
   for (int i = 0; i < 100; ++i)
     EXPECT_STATUS(Status::full, f.store->reserve(500000, Wait{}, draft));
   EXPECT(f.stats().used == before.used && f.stats().objects == before.objects);
-}
-
-RULE(the_object_table_has_a_limit_that_is_named) {
-  Options o = small();
-  o.max_objects = 16;
-  Fixture f(o);
-  std::vector<Hold> holds;
-  for (int i = 0; i < 16; ++i) holds.push_back(put(*f.store, 64, i));
-  Draft draft;
-  EXPECT_STATUS(Status::objects_full, f.store->reserve(64, Wait{}, draft));
-  EXPECT(Store::detail().find("max_objects") != std::string::npos);
-  holds.pop_back();
-  OK(f.store->reserve(64, Wait{}, draft));
 }
 
 }  // namespace

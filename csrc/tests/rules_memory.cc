@@ -97,7 +97,11 @@ RULE(copies_arrive_whole) {
         EXPECT(to[size + shift] == 0xEE);
       }
   }
-  // A fork child has no pool threads and makes its own.
+}
+
+RULE(a_fork_child_makes_copying_threads_of_its_own) {
+  std::vector<unsigned char> once(20u << 20, 5), there(20u << 20);
+  copy_in(there.data(), once.data(), once.size(), 2);  // threads here, none in the child
   EXPECT(exited_well(wait_for(start([] {
     std::vector<unsigned char> from(20u << 20, 5), to(20u << 20);
     copy_in(to.data(), from.data(), from.size(), 2);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <thread>
 
+#include "layout.h"
 #include "rules.h"
 
 using namespace shmrl;
@@ -57,6 +58,25 @@ RULE(objects_of_all_sizes_do_not_overlap) {
   }
 }
 
+RULE(objects_one_byte_around_each_size_of_block_do_not_overlap) {
+  Fixture f(small(64u << 20));
+  std::vector<std::uint64_t> sizes;
+  for (std::uint32_t block : kClassBytes)
+    for (std::uint64_t size : {block - 1, block, block + 1})
+      if (block > 0) sizes.push_back(size);
+  for (std::uint64_t granules = 8; granules < 40; ++granules)
+    for (std::uint64_t size : {granules * kGranule, granules * kGranule + 1}) sizes.push_back(size);
+  std::vector<Hold> holds;
+  for (int twin = 0; twin < 2; ++twin)
+    for (std::uint64_t size : sizes)
+      holds.push_back(put(*f.store, size, static_cast<int>(holds.size() % 251)));
+  for (std::size_t i = 0; i < holds.size(); ++i) {
+    Pin pin;
+    OK(f.store->pin(holds[i].ref(), Wait{}, pin));
+    EXPECT(pin.size() == sizes[i % sizes.size()] && holds_only(pin, static_cast<int>(i % 251)));
+  }
+}
+
 RULE(an_object_may_fill_the_whole_arena) {
   Fixture f;
   put(*f.store, 100, 1).reset();  // leaves an empty slab behind, which must not be in the way
@@ -64,7 +84,11 @@ RULE(an_object_may_fill_the_whole_arena) {
   EXPECT(f.stats().free == 0);
   Draft draft;
   EXPECT_STATUS(Status::full, f.store->reserve(kCapacityMin / 2, Wait{}, draft));
-  EXPECT_STATUS(Status::too_large, f.store->reserve(2 * kCapacityMin, Wait{}, draft));
+  EXPECT_STATUS(Status::too_large, f.store->reserve(kCapacityMin + 1, Wait{-1}, draft));
+  whole.reset();
+  OK(f.store->reserve(kCapacityMin + 64, Wait{}, draft, 64));  // with a head
+  OK(f.store->discard(draft));
+  EXPECT_STATUS(Status::too_large, f.store->reserve(kCapacityMin + 65, Wait{-1}, draft, 64));
 }
 
 RULE(a_stale_ref_is_an_error_and_never_other_bytes) {

@@ -308,15 +308,34 @@ def test_a_late_unlink_does_not_take_the_successors_name() -> None:
             puppet.call(lambda state, n: Store.unlink(n), old.name)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_arena_is_denied_and_a_name_of_ones_own_is_not_taken_by_it() -> None:
+    stranger = 12345
+
+    def become(state: Any, uid: int) -> None:
+        os.setegid(uid)
+        os.seteuid(uid)
+
+    with temporary_store("4MiB") as store, Puppet() as puppet:
+        puppet.call(become, stranger)
+        for refused in (Store.attach, Store.unlink):
+            with pytest.raises(StoreDenied, match="of user 0") as caught:
+                puppet.call(lambda state, call, name: call(name) and None, refused, store.name)
+            assert isinstance(caught.value, PermissionError)
+            assert isinstance(caught.value, StoreNotFound)
+        puppet.call(lambda state, name: state.update(s=Store.create(name, "4MiB")), store.name)
+        puppet.call(lambda state, name: Store.unlink(name), store.name)
+        assert store.put(b"unharmed").alive
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")
-def test_another_users_arena_is_denied() -> None:
+def test_a_file_that_another_user_put_under_ones_own_name_is_denied() -> None:
     with temporary_store("4MiB") as store:
         path = store.path
         os.chown(path, 12345, 12345)
         try:
-            with Puppet() as puppet, pytest.raises(StoreDenied) as caught:
+            with Puppet() as puppet, pytest.raises(StoreDenied, match="belongs to user 12345"):
                 puppet.call(lambda state, n: Store.attach(n) and None, store.name)
-            assert isinstance(caught.value, PermissionError)
         finally:
             os.chown(path, 0, 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,25 @@ def test_an_object_larger_than_the_arena_fails_at_once_even_with_time() -> None:
         with pytest.raises(ObjectTooLarge):
             store.put(block(5), timeout=math.inf)
         assert issubclass(ObjectTooLarge, StoreFull)
+
+
+def test_the_capacity_is_the_limit_of_one_object_to_the_byte() -> None:
+    limit = 4 << 20
+    with temporary_store(limit) as store:
+        store.sessions.open("s", owner="o")
+        puts: dict[str, Callable[[int], Any]] = {
+            "bytes": lambda n: store.put(bytes(n)),
+            "array": lambda n: store.put(np.zeros(n, np.uint8)),
+            "encoded": lambda n: store.put(bytearray(n)),
+            "draft": lambda n: store.build(n, "u1").discard(),
+            "draft in a session": lambda n: store.build(n, "u1", session="s").discard(),
+            "parts": lambda n: store.put_stream([bytes(n)]),
+        }
+        for name, put in puts.items():
+            put(limit)
+            with pytest.raises(ObjectTooLarge, match=r"4,194,305 bytes.*4,194,304") as caught:
+                put(limit + 1)
+            assert (caught.value.needed, caught.value.capacity) == (limit + 1, limit), name
 
 
 def test_a_put_waits_for_room_up_to_its_deadline() -> None:

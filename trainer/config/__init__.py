@@ -1,17 +1,17 @@
 """The configuration of a run: its sections and fields (`schema`), how a file becomes one
-(`parsing`), and what is refused before any process starts (`checks` and its neighbours).
+(`loading`, `parsing`), and what is refused before any process starts (`checks` and its neighbours).
 """
 
+from trainer.config.loading import load, resolved, resolved_section
+from trainer.config.parsing import ConfigMistakes, Mistake
 from trainer.config.schema import (
     CheckpointConfig,
     Config,
-    ConfigMistakes,
     EnvironmentConfig,
     EvalConfig,
     FaultsConfig,
     JudgeConfig,
     MetricsConfig,
-    Mistake,
     ReplayConfig,
     RolloutConfig,
     RunConfig,
@@ -19,9 +19,6 @@ from trainer.config.schema import (
     SourceConfig,
     StoreConfig,
     TaskConfig,
-    load,
-    resolved,
-    resolved_section,
 )
 
 __all__ = [

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config import Config
 from trainer.config.model_checks import check_model, context_of, experts_of
 from trainer.config.parsing import Source
+from trainer.config.schema import Config
 from trainer.config.task_checks import check_tasks
 from trainer.errors import ConfigError
 from trainer.model.config import EngineConfig, LearnerConfig

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, resolved
+from trainer.config.loading import resolved
+from trainer.config.schema import Config
 from trainer.metrics import CATALOG
 
 __all__ = ["config_page", "main", "metrics_page"]

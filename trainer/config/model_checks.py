@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.model.config import ModelConfig
 from trainer.model.hf_config import HFFields, architectures, fields_of, kinds_text
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from trainer.config import Config, TaskConfig
+from trainer.config.schema import Config, TaskConfig
 from trainer.model.config import ModelConfig
 
 __all__ = ["with_absolute_paths"]

@@ -1,38 +1,26 @@
-"""The configuration of a run: every field a user can set, typed, frozen, read once at the edge.
+"""The fields of a configuration: every one that a user can set, typed, frozen.
 
-Owns: the sections below and `load`, which reads a YAML file with `--set` overrides and returns a
-`Config`, or raises one `ConfigMistakes` that lists all mistakes. The sections of the model,
-engine, learner and warm-up are in `trainer.model.config`; the rules between fields are in
-`trainer.config.checks`.
-
-Promises: nothing here imports torch or starts a process; a `Config` that was returned has passed
-every check that can be made without them; `resolved(config)` written as YAML loads to an equal
-`Config`. Called from `trainer.cli` and tests; everybody else is handed a `Config` or one of its
-sections.
+Owns the sections below; those of the model, engine, learner and warm-up are in
+`trainer.model.config`. Promises: records only, and nothing here imports torch or starts a process.
+Everybody is handed a `Config` or one of its sections; `trainer.config.loading` makes them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from trainer.config.parsing import ConfigMistakes, Mistake, build, parse_override, read_yaml
 from trainer.model.config import EngineConfig, LearnerConfig, ModelConfig, WarmupConfig
 
 __all__ = [
     "CheckpointConfig",
     "Config",
-    "ConfigMistakes",
     "EnvironmentConfig",
     "EvalConfig",
     "FaultsConfig",
     "JudgeConfig",
     "MetricsConfig",
-    "Mistake",
     "ReplayConfig",
     "RolloutConfig",
     "RunConfig",
@@ -40,9 +28,6 @@ __all__ = [
     "SourceConfig",
     "StoreConfig",
     "TaskConfig",
-    "load",
-    "resolved",
-    "resolved_section",
 ]
 
 
@@ -316,51 +301,3 @@ class Config:
     store: StoreConfig = _opt_of(StoreConfig, "The arena.")
     faults: FaultsConfig = _opt_of(FaultsConfig, "Limits of what may go wrong.")
     metrics: MetricsConfig = _opt_of(MetricsConfig, "What is written down.")
-
-
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads, overrides, builds and checks a configuration.
-
-    `overrides` are `section.field=value` texts. Raises `ConfigMistakes` with every mistake found.
-    """
-    from trainer.config.checks import check
-
-    source = read_yaml(Path(path))
-    source.shorthands = {
-        f.name: f.metadata["shorthand"]
-        for f in dataclasses.fields(Config)
-        if "shorthand" in f.metadata
-    }
-    source.keeping = frozenset(f.name for f in dataclasses.fields(Config) if "keeps" in f.metadata)
-    for text in overrides:
-        parse_override(source, text)
-    config: Config | None = build(Config, source.values, "", source)
-    if config is not None:
-        check(config, source)
-    if config is None or source.mistakes:
-        raise ConfigMistakes(source.origin, source.mistakes)
-    return config
-
-
-def resolved(config: Config) -> dict[str, Any]:
-    """The complete configuration as plain YAML values, each default filled in."""
-    plain = _plain(config)
-    assert isinstance(plain, dict)
-    return plain
-
-
-def resolved_section(section: object) -> Any:
-    """One section as plain YAML values."""
-    return _plain(section)
-
-
-def _plain(value: object) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from trainer.config import Config, TaskConfig
 from trainer.config.model_checks import has_chat_template
+from trainer.config.schema import Config, TaskConfig
 from trainer.environments.sources import BadPrompts, build_source, gym_datasets, jsonl_problems
 
 __all__ = ["check_tasks"]

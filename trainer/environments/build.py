@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from trainer.config import EnvironmentConfig, TaskConfig
+from trainer.config.schema import EnvironmentConfig, TaskConfig
 from trainer.environment import Environment, Session
 from trainer.environments.single_turn import SingleTurn
 from trainer.environments.tools import ToolLoop

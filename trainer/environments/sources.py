@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.config import SourceConfig, TaskConfig
+from trainer.config.schema import SourceConfig, TaskConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.rollout import Prompt
 

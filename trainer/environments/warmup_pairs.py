@@ -7,7 +7,7 @@ prompt.
 
 from __future__ import annotations
 
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.environments.sources import build_source
 from trainer.errors import ConfigError
 

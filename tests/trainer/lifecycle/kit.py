@@ -19,8 +19,9 @@ from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import Producer
 from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
-from trainer.rollout import Batch, Prompt, Trace
+from trainer.rollout import Batch, Prompt, Status, Trace
 from trainer.staleness import StalenessBudget
+from trainer.testing import store_group
 from trainer.trace import TraceStore
 from trainer.work import DispatchConfig
 
@@ -145,3 +146,13 @@ async def desk(
             await running
         dispatcher.check_books()
         buffer.close()
+
+
+async def filled_buffer(store: Store, traces: TraceStore, n: int = 4) -> ReplayBuffer:
+    """With `n` groups g0, g1, ...; of every three the last is ABORTED."""
+    buffer = ReplayBuffer(store)
+    for i in range(n):
+        status = Status.ABORTED if i % 3 == 2 else Status.COMPLETED
+        group = store_group(traces, f"g{i}", model_step=3 - i % 2, status=status)
+        await buffer.put(group, owner="producer-0", train_step=4)
+    return buffer

@@ -5,6 +5,7 @@ L21.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ from shmstore.testing import temporary_store
 from tests.trainer.lifecycle.kit import CountingJudge, Desk, OneTurn, TwoTurns, desk
 from trainer.engine.protocol import GenerateRequest, Generation, WeightsVersion
 from trainer.engine.scripted import Script, ScriptedEngine, routing_of
-from trainer.environment import Session
+from trainer.environment import RolloutAborted, Session
 from trainer.errors import BadGroup, ToolError
 from trainer.expiry import Expiry
 from trainer.rollout import IGNORE_LABEL, FinishReason, Prompt, Rollout, Status, Trace
@@ -445,6 +446,80 @@ def test_a_slow_judge_does_not_keep_a_pause_beyond_its_deadline(store: Store) ->
             assert report.cancelled_rollouts == 16
 
     run_virtual(main())
+
+
+class _Deaf:
+    """User code that takes cancellations for hiccups, and tries again after a minute."""
+
+    def __init__(self) -> None:
+        self.deaf = True
+        self.refused = 0
+
+    async def run(self, session: Session, prompt: Prompt) -> None:
+        while True:
+            try:
+                await session.generate(prompt.text)
+            except RolloutAborted:
+                self.refused += 1
+            await self._sleep()
+
+    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
+        while True:
+            await self._sleep()
+
+    async def _sleep(self) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            if not self.deaf:
+                raise
+            await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("part", ["environment", "judge"])
+def test_L21_user_code_that_goes_on_when_cancelled_keeps_neither_a_pause_nor_its_session(
+    store: Store, part: str
+) -> None:
+    async def main() -> None:
+        deaf = _Deaf()
+        options: Any = {part: deaf, "produce": {"grace_s": 2.0}}
+        async with desk(store, script=Script(), dispatch=WIDE, **options) as made:
+            await asyncio.sleep(30)
+            report = await made.producer.pause(5)
+            assert report.seconds == pytest.approx(5 + 2)
+            assert report.cancelled_rollouts == 16
+            assert store.sessions.list() == []
+            made.producer._stopped = True
+            await made.producer.resume()
+            await asyncio.sleep(60)  # what was left behind tries again
+            assert deaf.refused == (16 if part == "environment" else 0)
+            assert store.sessions.list() == []
+            deaf.deaf = False
+            left = [t for t in asyncio.all_tasks() if "_guarded" in repr(t.get_coro())]
+            assert len(left) == 16
+            for task in left:
+                task.cancel()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("turns_of_the_loop", range(5))
+def test_a_rollout_that_is_cancelled_before_it_began_leaves_no_coroutine_behind(
+    store: Store, turns_of_the_loop: int
+) -> None:
+    """A warning would be an error: user code is called only when its task runs."""
+
+    async def main() -> None:
+        async with desk(store, dispatch=WIDE) as made:
+            while not made.producer._groups:
+                await asyncio.sleep(0)
+            for _ in range(turns_of_the_loop):
+                await asyncio.sleep(0)
+            for task in made.producer._groups:
+                task.cancel()
+
+    run_virtual(main())
+    gc.collect()
 
 
 def test_a_rollout_that_takes_too_long_is_aborted_with_its_tokens(store: Store) -> None:

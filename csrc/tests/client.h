@@ -18,11 +18,14 @@ struct Client {
   Arena arena;
 };
 
-// A child that dies with the arena's lock held and the arena marked dirty.
-inline void die_inside_a_transaction(const std::string& name) {
+// A child that dies with the arena's lock held and the arena marked dirty, after `last_act`.
+inline void die_inside_a_transaction(
+    const std::string& name,
+    const std::function<void(Arena&, const Txn&)>& last_act = [](Arena&, const Txn&) {}) {
   EXPECT(was_killed(wait_for(start([&] {
     Client client(name);
     Txn const txn(client.arena);
+    last_act(client.arena, txn);
     die();
   }))));
 }

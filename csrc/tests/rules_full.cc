@@ -2,6 +2,7 @@
 
 #include <thread>
 
+#include "client.h"
 #include "rules.h"
 
 using namespace shmrl;
@@ -42,6 +43,49 @@ RULE(space_goes_to_waiters_in_the_order_they_came) {
   big.reset();
   for (int i = 0; i < 4; ++i) EXPECT(done.receive<int>() == i);
   for (pid_t child : children) EXPECT(exited_well(wait_for(child)));
+}
+
+RULE(a_place_that_was_left_is_taken_again_at_the_end_of_the_queue) {
+  Fixture f;
+  Hold big = put(*f.store, kCapacityMin - 300000, 1);
+  Pipe done;
+  std::uint64_t queued = 0;
+  auto wait_in_queue = [&](int who) {
+    pid_t const child = start([&] {
+      auto store = attach(f.name);
+      Draft draft;
+      OK(store->reserve(kCapacityMin - 200000, Wait{-1}, draft));
+      done.send(who);
+      draft.reset();
+      store->close();
+    });
+    ++queued;
+    while (f.stats().counters.full_waits != queued) std::this_thread::yield();
+    return child;
+  };
+  pid_t const leaves = wait_in_queue(0);
+  std::vector<pid_t> stay{wait_in_queue(1), wait_in_queue(2)};
+  ::kill(leaves, SIGKILL);
+  EXPECT(was_killed(wait_for(leaves)));
+  f.stats();                         // sweeps
+  stay.push_back(wait_in_queue(3));  // where the first had been
+  big.reset();
+  for (int who : {1, 2, 3}) EXPECT(done.receive<int>() == who);
+  for (pid_t child : stay) EXPECT(exited_well(wait_for(child)));
+}
+
+RULE(two_who_planned_the_same_growth_grow_once) {
+  Fixture f(small(64u << 20));
+  EXPECT(exited_well(wait_for(start([&] {
+    Client client(f.name);
+    Txn const txn(client.arena);
+    Growth const growth = plan_growth(client.arena, 1 << 20);
+    client.arena.reserve_payload(growth.from, growth.to);
+    commit_growth(client.arena, txn, growth);
+    commit_growth(client.arena, txn, growth);
+    EXPECT(client.arena.granules_ready() == growth.to);
+  }))));
+  EXPECT_SOUND(*f.store);
 }
 
 RULE(small_reservations_pass_a_large_one_that_waits_until_as_many_bytes_have) {

@@ -208,6 +208,31 @@ RULE(freeing_a_draft_tells_its_builder) {
   EXPECT(!draft && f.stats().used == 0);
 }
 
+RULE(a_freed_draft_is_not_attached_to_its_session) {
+  Fixture f;
+  OK(f.store->open("s", "p"));
+  Draft draft;
+  OK(f.store->reserve(100, "s", Wait{}, draft));
+  std::uint64_t ended = 0;
+  Ref const ref = draft.ref();
+  OK(f.store->free({&ref, 1}, true, ended));
+  EXPECT_STATUS(Status::freed, f.store->seal(draft, nullptr));
+  std::vector<Entry> entries;
+  OK(f.store->objects("s", entries));
+  EXPECT(ended == 1 && entries.empty() && f.stats().used == 0);
+}
+
+RULE(a_late_drop_spares_what_has_the_entry_now) {
+  Fixture f;
+  Hold old = put(*f.store, 100, 1);
+  std::uint64_t ended = 0;
+  OK(f.store->free({&old.ref(), 1}, true, ended));
+  Hold fresh = put(*f.store, 100, 2);
+  EXPECT(fresh.ref().index == old.ref().index);
+  old.reset();
+  EXPECT_STATUS(Status::ok, f.store->probe(fresh.ref()));
+}
+
 RULE(a_seal_can_hand_its_pin_on) {
   Fixture f;
   Draft draft;

@@ -185,11 +185,10 @@ class ReplayBuffer:
         await self.refresh(train_step)
         try:
             async with asyncio.timeout(timeout):
-                while True:
+                await self.waiting.for_batch(need, owner=owner)
+                # What was offered again meanwhile may be too old for this step.
+                while self._expire(train_step) != Refreshed() and not self.waiting.can_meet(need):
                     await self.waiting.for_batch(need, owner=owner)
-                    # What was offered again meanwhile may be too old for this step.
-                    if self._expire(train_step) == Refreshed():
-                        break
         except TimeoutError:
             raise TakeTimeout(
                 f"no batch after {timeout} s: need {dict(need)}, in the buffer "

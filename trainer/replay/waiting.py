@@ -86,7 +86,7 @@ class Waiting:
         since.
         """
         self.raise_failure()
-        if not self._takers and self._can_meet(need):
+        if not self._takers and self.can_meet(need):
             return
         taker = _Taker(owner, need=need)
         self._takers.append(taker)
@@ -96,7 +96,7 @@ class Waiting:
             while True:
                 await taker.woken()
                 self.raise_failure()
-                if self._can_meet(need):  # false when it expired after the wake-up
+                if self.can_meet(need):  # false when it expired after the wake-up
                     return
                 taker.sleep()
                 self.wake()
@@ -128,6 +128,10 @@ class Waiting:
             self.wake()  # it may have been this one's turn
             raise
         self._putters.remove(putter)
+
+    def can_meet(self, need: Mapping[str, int]) -> bool:
+        """Whether so many groups of each task can be taken now."""
+        return all(self._completed(task) >= count for task, count in need.items())
 
     def has_room(self, task: str, nbytes: int) -> bool:
         """Below the limit, or wanted by a taker: the limit never stands between a taker and its
@@ -188,7 +192,7 @@ class Waiting:
             error = self._why_never(taker.need)
             if error is not None:
                 taker.let_go(error)
-            elif claimed.isdisjoint(taker.need) and self._can_meet(taker.need):
+            elif claimed.isdisjoint(taker.need) and self.can_meet(taker.need):
                 taker.let_go()
             claimed.update(taker.need)
         for putter in self._putters:
@@ -221,9 +225,6 @@ class Waiting:
 
     def _is_wanted(self, task: str) -> bool:
         return any(self._completed(task) < taker.need.get(task, 0) for taker in self._takers)
-
-    def _can_meet(self, need: Mapping[str, int]) -> bool:
-        return all(self._completed(task) >= count for task, count in need.items())
 
     def _why_never(self, need: Mapping[str, int]) -> Exception | None:
         if self._failure is not None:

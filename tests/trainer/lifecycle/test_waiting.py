@@ -67,14 +67,14 @@ async def test_L14_a_taker_wakes_when_its_batch_is_complete_and_not_before(
 ) -> None:
     buffer = ReplayBuffer(store)
     looks = 0
-    can_meet = buffer.waiting._can_meet
+    can_meet = buffer.waiting.can_meet
 
     def counted(need: Any) -> bool:
         nonlocal looks
         looks += 1
         return can_meet(need)
 
-    buffer.waiting._can_meet = counted  # type: ignore[method-assign]
+    buffer.waiting.can_meet = counted  # type: ignore[method-assign]
     taker = asyncio.create_task(buffer.take({"math": 2, "code": 1}, train_step=1, owner=L))
     await _put(buffer, traces, "a")
     await _put(buffer, traces, "b", task="code")

@@ -8,26 +8,20 @@ it. Uses one arena of its own; needs about 1 GiB of shared memory, half of it fo
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
+from bench.idle import count_idle_wakes
 from bench.report import BenchArgs, Report, Row, Samples, at_most, collector_off, interleave, lap
 from shmstore import Store
 from shmstore.testing import temporary_store
-from trainer.dispatch import Dispatcher
-from trainer.prompts import PromptSampler, SequenceSource
 from trainer.replay import ReplayBuffer
-from trainer.rollout import Group, Prompt, Rollout, Status
+from trainer.rollout import Group, Rollout, Status
 from trainer.testing import make_segment
 from trainer.trace import TraceStore
-from trainer.work import DispatchConfig
 
 P, L = "producer-0", "learner"
 SMALL, LARGE = 100, 100_000
@@ -225,58 +219,6 @@ def _idle(report: Report, args: BenchArgs) -> None:
     """How often the loop's thread wakes in a second in which a taker, a putter and a producer
     wait.
     """
-    wakes = count_idle_wakes(0.2 if args.quick else 1.0)
-    row = Row("idle second", "wake-ups", wakes, "count", goals=(at_most(0),))
+    wakes, counted = count_idle_wakes(0.2 if args.quick else 1.0)
+    row = Row("idle second", "wake-ups", wakes, "count", goals=(at_most(0),), note=counted)
     report.add(row)
-
-
-def count_idle_wakes(seconds: float) -> int:
-    """Voluntary context switches of the loop's thread while everybody waits."""
-    with temporary_store("16MiB") as store:
-        wakes = asyncio.run(_count_wakes(store, seconds))
-        store.sessions.release(store.sessions.list(), owner="*")
-    return wakes
-
-
-async def _count_wakes(store: Store, seconds: float) -> int:
-    buffer = ReplayBuffer(store, max_bytes=1)
-    prompts = SequenceSource((Prompt("p", "math"),))
-    dispatcher = Dispatcher(
-        buffer,
-        PromptSampler({"math": prompts}),
-        DispatchConfig(batch_groups=1, group_size=1),
-    )
-    await dispatcher.draw(P)
-    await buffer.put(_tiny_group(store, "first", 0), owner=P)
-    waiting: list[Coroutine[Any, Any, Any]] = [
-        dispatcher.draw(P),
-        buffer.take({"math": 2}, train_step=1, owner=L),
-        buffer.put(_tiny_group(store, "other", 0).evolve(task="code"), owner=P),
-    ]
-    tasks = [asyncio.ensure_future(one) for one in waiting]
-    await asyncio.wait(tasks, timeout=0.05)
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-    counts: list[int] = []
-    thread_id = threading.get_native_id()
-
-    def watch() -> None:
-        idle = threading.Event()
-        idle.wait(0.1)
-        counts.append(_voluntary_switches(thread_id))
-        idle.wait(seconds)
-        counts.append(_voluntary_switches(thread_id))
-        loop.call_soon_threadsafe(done.set)
-
-    threading.Thread(target=watch).start()
-    await done.wait()
-    assert not any(task.done() for task in tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    return counts[1] - counts[0]
-
-
-def _voluntary_switches(thread_id: int) -> int:
-    status = Path(f"/proc/{os.getpid()}/task/{thread_id}/status").read_text()
-    line = next(row for row in status.splitlines() if row.startswith("voluntary_ctxt_switches"))
-    return int(line.split()[1])

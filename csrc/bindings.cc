@@ -72,6 +72,20 @@ namespace {
 
 std::int64_t to_ns(double seconds) { return static_cast<std::int64_t>(seconds * 1e9); }
 
+// Opens by name without the GIL: the name's lock may be another process's for a while.
+template <class ByName>
+void open(StoreCore& core, nb::handle name, ByName by_name) {
+  const std::string text(parse_text(name, "the name of a store"));
+  std::unique_ptr<shmrl::Store> store;
+  Status status;
+  {
+    const WithoutGil released;
+    status = by_name(text, store);
+  }
+  require(status);
+  core.open(std::move(store));
+}
+
 void create(StoreCore& core, nb::handle name, const nb::dict& limits, const std::string& directory,
             double spin, double lock_limit) {
   Options options;
@@ -87,15 +101,9 @@ void create(StoreCore& core, nb::handle name, const nb::dict& limits, const std:
   options.directory = directory;
   options.spin_ns = to_ns(spin);
   options.lock_limit_ns = to_ns(lock_limit);
-  const std::string text(parse_text(name, "the name of a store"));
-  std::unique_ptr<shmrl::Store> store;
-  Status status;
-  {
-    const WithoutGil released;
-    status = shmrl::Store::create(text, options, store);
-  }
-  require(status);
-  core.open(std::move(store));
+  open(core, name, [&](const std::string& text, std::unique_ptr<shmrl::Store>& store) {
+    return shmrl::Store::create(text, options, store);
+  });
 }
 
 void attach(StoreCore& core, nb::handle name, const std::string& directory, double spin,
@@ -104,15 +112,9 @@ void attach(StoreCore& core, nb::handle name, const std::string& directory, doub
   options.directory = directory;
   options.spin_ns = to_ns(spin);
   options.lock_limit_ns = to_ns(lock_limit);
-  const std::string text(parse_text(name, "the name of a store"));
-  std::unique_ptr<shmrl::Store> store;
-  Status status;
-  {
-    const WithoutGil released;
-    status = shmrl::Store::attach(text, options, store);
-  }
-  require(status);
-  core.open(std::move(store));
+  open(core, name, [&](const std::string& text, std::unique_ptr<shmrl::Store>& store) {
+    return shmrl::Store::attach(text, options, store);
+  });
 }
 
 nb::dict stats(StoreCore& core) {

@@ -82,6 +82,9 @@ class ProcessArena {
   ProcessArena() = default;
   void map_records();
   LocalRecord& lock_record(std::uint32_t index, std::uint64_t& word) noexcept;
+  struct Look;
+  template <class Take>
+  Status look_at(const Ref& ref, Take take);
   void settle(std::uint32_t index);  // throws Failure(stuck)
   void settle_quietly(std::uint32_t index) noexcept;
   void let_go_of_holds() noexcept;

@@ -84,59 +84,85 @@ void ProcessArena::settle_quietly(std::uint32_t index) noexcept {
   }
 }
 
-Status ProcessArena::hold(const Ref& ref, std::uint64_t& epoch_out) {
+// What one look at a ref finds: its record, locked while this lives, and its object.
+struct ProcessArena::Look {
+  Look(ProcessArena& process, std::uint32_t index) noexcept
+      : record(process.lock_record(index, word)), entry(process.arena.mapped_object(index)) {}
+  ~Look() { record.word.store(word, std::memory_order_release); }
+  Look(const Look&) = delete;
+  Look& operator=(const Look&) = delete;
+
+  // The generation that the record counts.
+  std::uint64_t known() const noexcept { return word & kRecordGeneration; }
+  void count_from_now(std::uint64_t generation) noexcept {
+    if (known() == generation) return;
+    record.holds = record.pins = 0;
+    word = generation | (word & kRecordCounted);
+  }
+  // Sets this client's bit, and then looks at the state: the ender does it the other way round.
+  void set_bit(Shared<std::uint64_t>& mask, std::uint64_t bit) noexcept {
+    mask.fetch_or(bit, std::memory_order_seq_cst);
+    state = entry.state.load(std::memory_order_seq_cst);
+  }
+
+  std::uint64_t word = 0;  // of the record, when it is unlocked
+  LocalRecord& record;
+  ObjectEntry& entry;
+  std::uint64_t state = 0;  // of the entry
+};
+
+// Calls take(look) where the ref leads to a live object. It answers ok, not_sealed, or freed: the
+// object is ending or has ended, and a bit that was set for it has been taken back. That bit may
+// have kept another ender from ending what is there now, so the duty is ours.
+template <class Take>
+Status ProcessArena::look_at(const Ref& ref, Take take) {
   if (forked()) return Status::forked;
-  for (int look = 0; look < kLooksMax; ++look) {
-    std::uint64_t word = 0;
+  for (int looks = 0; looks < kLooksMax; ++looks) {
     // Cheap and nearly certain; whatever does not lead to a live object is looked at closely below.
     if (!plausible(ref)) return check_ref(ref);
-    LocalRecord& record = lock_record(ref.index, word);
-    auto unlock = [&] { record.word.store(word, std::memory_order_release); };
-    if (!usable.load(std::memory_order_seq_cst)) {
-      unlock();
-      return Status::closed;
-    }
-    ObjectEntry& e = arena.mapped_object(ref.index);  // plausible() has looked at the index
-    std::uint64_t state = e.state.load(std::memory_order_acquire);
-    std::uint64_t const known = word & kRecordGeneration;
-    if (generation_of(state) != ref.generation || !is_live_state(state_of(state)) ||
-        known > ref.generation) {
-      unlock();
-      Status const checked = check_ref(ref);
-      return checked == Status::ok ? Status::freed : checked;
-    }
-    if (known == ref.generation && record.holds > 0) {
-      ++record.holds;
-      epoch_out = epoch.load(std::memory_order_relaxed);
-      unlock();
-      return Status::ok;
-    }
-    std::uint32_t const k = arena.slot() / 64;
-    std::uint64_t const bit = 1ull << (arena.slot() % 64);
-    // seq_cst: set the bit, then look at the state; end_if_unheld() does it the other way round.
-    e.holds[k].fetch_or(bit, std::memory_order_seq_cst);
-    state = e.state.load(std::memory_order_seq_cst);
-    bool const same = generation_of(state) == ref.generation;
-    if (same && (state_of(state) == os::kSealed || state_of(state) == os::kBuilding)) {
-      if (known != ref.generation) {
-        record.pins = 0;
-        word = ref.generation | (word & kRecordCounted);
+    Status status = Status::freed;
+    bool undecided = false, orphan = false;
+    {
+      Look look(*this, ref.index);  // plausible() has looked at the index
+      if (!usable.load(std::memory_order_seq_cst)) return Status::closed;
+      // Acquire: pairs with the seal; the payload is complete for whoever sees SEALED.
+      look.state = look.entry.state.load(std::memory_order_acquire);
+      if (generation_of(look.state) != ref.generation || !is_live_state(state_of(look.state)) ||
+          look.known() > ref.generation) {
+        Status const checked = check_ref(ref);
+        return checked == Status::ok ? Status::freed : checked;
       }
-      record.holds = 1;
-      epoch_out = epoch.load(std::memory_order_relaxed);
-      unlock();
-      return Status::ok;
+      status = take(look);
+      if (status == Status::freed) {
+        undecided =
+            generation_of(look.state) == ref.generation && state_of(look.state) == os::kEnding;
+        orphan = needs_settling(look.entry);
+      }
     }
-    // It is ending or has ended: take the bit back. Our transient bit may have kept another ender
-    // from ending what is there now, so the duty is ours.
-    e.holds[k].fetch_and(~bit, std::memory_order_seq_cst);
-    bool const undecided = same && state_of(state) == os::kEnding;
-    bool const orphan = needs_settling(e);
-    unlock();
     if (orphan || undecided) settle(ref.index);
-    if (!undecided) return Status::freed;
+    if (!undecided) return status;
   }
   throw_corrupt("an object that never finishes to end, entry", ref.index);
+}
+
+Status ProcessArena::hold(const Ref& ref, std::uint64_t& epoch_out) {
+  return look_at(ref, [&](Look& look) {
+    if (look.known() != ref.generation || look.record.holds == 0) {
+      Shared<std::uint64_t>& mask = look.entry.holds[arena.slot() / 64];
+      std::uint64_t const bit = 1ull << (arena.slot() % 64);
+      look.set_bit(mask, bit);
+      std::uint64_t const state = state_of(look.state);
+      if (generation_of(look.state) != ref.generation ||
+          (state != os::kSealed && state != os::kBuilding)) {
+        mask.fetch_and(~bit, std::memory_order_seq_cst);
+        return Status::freed;
+      }
+      look.count_from_now(ref.generation);
+    }
+    ++look.record.holds;
+    epoch_out = epoch.load(std::memory_order_relaxed);
+    return Status::ok;
+  });
 }
 
 void ProcessArena::drop(const Ref& ref, std::uint64_t hold_epoch) noexcept {
@@ -158,70 +184,32 @@ void ProcessArena::drop(const Ref& ref, std::uint64_t hold_epoch) noexcept {
 }
 
 Status ProcessArena::try_pin(const Ref& ref, const std::byte*& data, std::uint64_t& size) {
-  if (forked()) return Status::forked;
-  for (int look = 0; look < kLooksMax; ++look) {
-    std::uint64_t word = 0;
-    // Cheap and nearly certain; whatever does not lead to a live object is looked at closely below.
-    if (!plausible(ref)) return check_ref(ref);
-    LocalRecord& record = lock_record(ref.index, word);
-    auto unlock = [&] { record.word.store(word, std::memory_order_release); };
-    if (!usable.load(std::memory_order_seq_cst)) {
-      unlock();
-      return Status::closed;
-    }
-    ObjectEntry& e = arena.mapped_object(ref.index);  // plausible() has looked at the index
-    // Acquire: pairs with the seal; the payload is complete for whoever sees SEALED.
-    std::uint64_t state = e.state.load(std::memory_order_acquire);
-    std::uint64_t const known = word & kRecordGeneration;
-    if (generation_of(state) != ref.generation || !is_live_state(state_of(state)) ||
-        known > ref.generation) {
-      unlock();
-      Status const checked = check_ref(ref);
-      return checked == Status::ok ? Status::freed : checked;
-    }
-    if (state_of(state) == os::kBuilding) {
-      unlock();
-      return Status::not_sealed;
-    }
-    std::uint32_t const k = arena.slot() / 64;
+  return look_at(ref, [&](Look& look) {
+    if (state_of(look.state) == os::kBuilding) return Status::not_sealed;
+    ObjectEntry& e = look.entry;
+    Shared<std::uint64_t>& mask = e.pins[arena.slot() / 64];
     std::uint64_t const bit = 1ull << (arena.slot() % 64);
-    bool const first = known != ref.generation || record.pins == 0;
-    if (first) {
-      // seq_cst: set the bit, then look at the state; end_object() does it the other way round.
-      e.pins[k].fetch_or(bit, std::memory_order_seq_cst);
-      state = e.state.load(std::memory_order_seq_cst);
-    }
-    bool const same = generation_of(state) == ref.generation;
-    bool const sealed = same && state_of(state) == os::kSealed;
+    bool const first = look.known() != ref.generation || look.record.pins == 0;
+    if (first) look.set_bit(mask, bit);
+    bool const sealed =
+        generation_of(look.state) == ref.generation && state_of(look.state) == os::kSealed;
     std::uint64_t const offset = e.offset.get();
     std::uint64_t const bytes = size_of(e);
     bool const sound = bytes <= arena.payload_bytes() && offset <= arena.payload_bytes() - bytes;
-    if (sealed && sound) {
-      if (known != ref.generation) {
-        record.holds = 0;
-        word = ref.generation | (word & kRecordCounted);
-      }
-      record.pins = first ? 1 : record.pins + 1;
-      unlock();
-      ClientEntry& me = arena.client(arena.slot());
-      me.gets.fetch_add(1, std::memory_order_relaxed);  // figures
-      if (first) me.pinned.fetch_add(1, std::memory_order_relaxed);
-      data = arena.payload_read_only() + offset;
-      size = bytes;
-      return Status::ok;
+    if (!sealed || !sound) {
+      if (first) mask.fetch_and(~bit, std::memory_order_seq_cst);
+      if (sealed) throw_corrupt("the offset of an object", offset);
+      return Status::freed;
     }
-    bool orphan = false;
-    if (first) {
-      e.pins[k].fetch_and(~bit, std::memory_order_seq_cst);
-      orphan = needs_settling(e);
-    }
-    bool const undecided = same && state_of(state) == os::kEnding;
-    unlock();
-    if (orphan || undecided) settle(ref.index);
-    if (sealed && !sound) throw_corrupt("the offset of an object", offset);
-    if (!undecided) return Status::freed;
-  }
-  throw_corrupt("an object that never finishes to end, entry", ref.index);
+    look.count_from_now(ref.generation);
+    ++look.record.pins;
+    ClientEntry& me = arena.client(arena.slot());
+    me.gets.fetch_add(1, std::memory_order_relaxed);  // figures
+    if (first) me.pinned.fetch_add(1, std::memory_order_relaxed);
+    data = arena.payload_read_only() + offset;
+    size = bytes;
+    return Status::ok;
+  });
 }
 
 void ProcessArena::unpin(const Ref& ref, bool draft) noexcept {

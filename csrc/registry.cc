@@ -6,13 +6,21 @@
 #include <new>
 
 #include "process_arena.h"
+#include "robust_lock.h"
 
 namespace shmrl {
 namespace {
 
-// Not solved: os.fork keeps the GIL here. Where another thread closes an arena at that moment, and
-// the close waits for a call that wants the GIL back, none of the three goes on.
-void prepare_fork() { registry().mutex.lock(); }
+// os.fork has the GIL here, and a thread that closes an arena under the mutex may wait for a call
+// that wants it back: so we wait without it, and take it back with nothing held.
+void prepare_fork() {
+  std::mutex& mutex = registry().mutex;
+  while (!mutex.try_lock()) {
+    Outside const outside;
+    mutex.lock();
+    mutex.unlock();
+  }
+}
 void after_fork_parent() { registry().mutex.unlock(); }
 
 // The child has none of the parent's byte locks. It must close the inherited lock files before it

@@ -485,21 +485,20 @@ FallReport owners_lose_clients(Arena& arena, const Txn& txn, const ClientMask& g
   std::vector<std::uint32_t> done;
   while (!pending.empty()) {
     // An owner that is the heir of another pending one goes after it, so that what it inherits
-    // falls on; in a cycle of heirs that all died nobody is left to inherit.
+    // falls on; in a cycle of heirs that all died it goes round once and ends with the last.
     auto next = std::find_if(pending.begin(), pending.end(), [&](std::uint32_t candidate) {
       return std::none_of(pending.begin(), pending.end(), [&](std::uint32_t other) {
         return other != candidate && arena.owner(other).heir.get() == candidate;
       });
     });
-    bool const cycle = next == pending.end();
-    if (cycle) next = pending.begin();
+    if (next == pending.end()) next = pending.begin();
     std::uint32_t const owner = *next;
     pending.erase(next);
     OwnerEntry& o = arena.owner(owner);
     std::vector<std::uint32_t> sessions;
     for_each_session_of(arena, owner, [&](std::uint32_t s) { sessions.push_back(s); });
     std::uint32_t const heir = o.heir.get();
-    bool const heir_gone = cycle || std::find(done.begin(), done.end(), heir) != done.end();
+    bool const heir_gone = std::find(done.begin(), done.end(), heir) != done.end();
     done.push_back(owner);
     if (heir != kNil && !heir_gone && arena.owner(heir).used.get() != 0) {
       transfer_sessions(arena, txn, sessions, heir);

@@ -32,6 +32,7 @@ from shmstore import StoreFull
 from trainer.engine.protocol import Engine, GenerateRequest, Generation, SamplingParams, Tokenizer
 from trainer.environment import RolloutAborted, Turn
 from trainer.errors import EngineError, TraceError
+from trainer.record import Record, Recorded
 from trainer.rollout import (
     IGNORE_LABEL,
     NO_MODEL_STEP,
@@ -74,18 +75,6 @@ class SharedPrompt:
         self.lock = asyncio.Lock()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Recorded:
-    """A segment of the trace that was recorded by an earlier attempt."""
-
-    node: int
-    parent: int | None
-    token_ids: NDArray[np.int32]
-    n_routed: int
-    sampled: bool
-    model_steps: NDArray[np.int32]
-
-
 class Conversation:
     """See the module. Keeps `trainer.environment.Session`."""
 
@@ -116,10 +105,10 @@ class Conversation:
         self._shared = shared
         self._gate = gate
         self._arena_wait_s = arena_wait_s
-        self._stopping = False
+        self._stopping = self._closed = False
         self._n_requests = 0
-        self._record = [] if fresh else self._load_record()
-        self._old_turns = frozenset(rollout.turns)
+        old = rollout.turns
+        self._record = Record([], ()) if fresh else Record.of_session(traces, self.id, old)
         # The path so far: everything below describes stored segments only.
         self._node: int | None = None
         self._tokens: list[int] = []
@@ -163,6 +152,8 @@ class Conversation:
         self, content: Content | None = None, params: SamplingParams | None = None
     ) -> Turn:
         """Append `content` when given, then let the policy continue to the end of its turn."""
+        if self._closed:
+            raise RolloutAborted
         if content is not None:
             await self.append(content)
         params = params or self._params
@@ -221,6 +212,12 @@ class Conversation:
         if self.request_id is not None:
             await self._engine.abort([self.request_id])
 
+    def close(self) -> None:
+        """Its environment has ended or is abandoned: whoever still holds this gets no more turns,
+        for the session may be another attempt's by then.
+        """
+        self._closed = True
+
     @property
     def node(self) -> int | None:
         """The segment at the end of the path; None before the first is stored."""
@@ -247,50 +244,25 @@ class Conversation:
 
     # -- the record of an earlier attempt --------------------------------------------------------
 
-    def _load_record(self) -> list[_Recorded]:
-        """All segments as they came, path after path; used up from the end of a reversed list."""
-        record = []
-        for node, parent in enumerate(self._traces.parents(self.id)):
-            segment = self._traces.segment(self.id, node)
-            sampled = bool(len(segment)) and int(segment.model_steps[0]) != NO_MODEL_STEP
-            record.append(
-                _Recorded(
-                    node,
-                    parent,
-                    segment.token_ids.copy(),
-                    segment.n_routed,
-                    sampled,
-                    segment.model_steps.copy(),
-                )
-            )
-        return record[::-1]
-
     def _follow_record_through_pending(self) -> None:
         """What was said again is on record: step over it. What differs ends the record."""
-        if not self._record:
+        record = self._record
+        if not record or (not self._pending and record.samples_after(self._node)):
             return
-        recorded = self._record[-1]
-        same_place = recorded.parent == self._node
-        if same_place and not self._pending and recorded.sampled:
+        said = record.take_said(self._node, self._pending)
+        if said is None:
+            self._leave_record()
             return
-        said_again = not recorded.sampled and recorded.token_ids.tolist() == self._pending
-        if same_place and said_again:
-            self._pending.clear()
-            self._step_over(self._record.pop())
-            return
-        self._leave_record()
+        self._pending.clear()
+        self._step_over([said])
 
     def _replay_turn(self, params: SamplingParams) -> Turn | None:
         """The next finished turn on record; None when there is none."""
-        node = self._node
-        for n, recorded in enumerate(reversed(self._record), start=1):
-            if not recorded.sampled or recorded.parent != node or self._pending:
-                return None
-            node = recorded.node
-            if node in self._old_turns:
-                tokens = self._replay(n)
-                return self._finish_turn(tokens, self._reason_of(tokens, params))
-        return None
+        turn = [] if self._pending else self._record.take_turn(self._node)
+        if not turn:
+            return None
+        tokens = self._step_over(turn)
+        return self._finish_turn(tokens, self._reason_of(tokens, params))
 
     def _reason_of(self, tokens: list[int], params: SamplingParams) -> FinishReason:
         """Why a turn on record ended: a record holds no reasons, but what it holds tells."""
@@ -299,40 +271,32 @@ class Conversation:
         full = len(tokens) >= params.max_new_tokens or room <= 0
         return FinishReason.LENGTH if full and not stopped else FinishReason.STOP
 
-    def _replay(self, n: int) -> list[int]:
-        """Step over the next `n` segments on record; -> their tokens."""
-        tokens: list[int] = []
-        for _ in range(n):
-            recorded = self._record.pop()
-            tokens += recorded.token_ids.tolist()
-            self._step_over(recorded)
-        return tokens
-
     def _replay_partial_turn(self) -> list[int]:
         """Tokens of the turn that was aborted, if the conversation has come to it; what is still on
         record then is of another path than this one.
         """
-        tokens: list[int] = []
-        while self._record and not self._pending:
-            recorded = self._record[-1]
-            if not recorded.sampled or recorded.parent != self._node:
-                break
-            tokens += self._replay(1)
-        if self._record:
-            self._leave_record()
+        partial = [] if self._pending else self._record.take_sampled(self._node)
+        tokens = self._step_over(partial)
+        self._leave_record()
         return tokens
 
     def _leave_record(self) -> None:
-        keep = self._record[-1].node
-        self._record.clear()
-        self._traces.truncate(self.id, keep=keep)
+        keep = self._record.leave()
+        if keep is not None:
+            self._traces.truncate(self.id, keep=keep)
 
-    def _step_over(self, recorded: _Recorded) -> None:
-        self._advance(recorded.node, recorded.token_ids.tolist(), recorded.n_routed)
-        if recorded.sampled:
-            self._note_sampled(recorded.model_steps)
-        elif self._step_min is None:
-            self._note_prompt(len(recorded.token_ids))
+    def _step_over(self, segments: Sequence[Recorded]) -> list[int]:
+        """Go on behind segments on record; -> their tokens."""
+        found: list[int] = []
+        for recorded in segments:
+            tokens = recorded.token_ids.tolist()
+            found += tokens
+            self._advance(recorded.node, tokens, recorded.n_routed)
+            if recorded.sampled:
+                self._note_sampled(recorded.model_steps)
+            elif self._step_min is None:
+                self._note_prompt(len(tokens))
+        return found
 
     # -- requests --------------------------------------------------------------------------------
 

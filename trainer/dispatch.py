@@ -101,12 +101,18 @@ class Dispatcher:
                 self._drawers.pop(waiter, None)
 
     async def hold(self, owner: str) -> None:
-        """Give `owner` no work until `let_go`, also in a draw that waits: it is pausing."""
+        """Give `owner` no work until `let_go`, also in a draw that waits: it is pausing.
+
+        What it hands in is filed beyond the byte limit, too: room would come from a learner that
+        waits for the pause, and the bytes are in the arena already.
+        """
         self._held.add(owner)
+        self.buffer.waiting.admit(owner)
 
     async def let_go(self, owner: str) -> None:
         """The reverse of `hold`."""
         self._held.discard(owner)
+        self.buffer.waiting.limit(owner)
         self._wake()
 
     def rest(self) -> bool:

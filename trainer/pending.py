@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 #: Ids of sessions have at most this many bytes of UTF-8.
 SESSION_ID_BYTES_MAX = 63
+#: User code that did not end when it was cancelled; a loop holds its tasks only weakly.
+_abandoned: set[asyncio.Task[Any]] = set()
 #: The innermost frames of a traceback that an `error_msg` keeps.
 _FRAMES_MAX = 8
 
@@ -41,7 +43,8 @@ class ProducerConfig:
 
     `partial_rollout` (L11): an aborted rollout keeps its tokens and goes on; off, it starts over.
     `rollout_timeout_s`: a rollout that takes longer is aborted, keeping its tokens; one that does
-    not react within `grace_s` is cancelled. `filter_equal_rewards`: a group whose rewards are all
+    not react within `grace_s` is cancelled, and user code that goes on for `grace_s` after that is
+    left to itself. `filter_equal_rewards`: a group whose rewards are all
     equal teaches nothing and is FILTERED. `arena_wait_s`: how long a full arena is waited for.
     `groups_max`: groups in production at once.
     """
@@ -197,7 +200,9 @@ class PendingGroup:
         limit = None if hard_s is None else asyncio.timeout(hard_s)
         try:
             async with limit or nullcontext():
-                await _apart(self._parts.environment.run(conversation, self.work.prompt))
+                await self._apart(
+                    lambda: self._parts.environment.run(conversation, self.work.prompt)
+                )
         except RolloutAborted:
             return Status.ABORTED, None
         except TimeoutError as error:
@@ -214,6 +219,7 @@ class PendingGroup:
                 return Status.ABORTED, None
             return Status.FAILED, _text_with_place(error)
         finally:
+            conversation.close()
             if timer is not None:
                 timer.cancel()
             if stopper is not None:
@@ -242,13 +248,17 @@ class PendingGroup:
     async def _score(self, conversation: Conversation) -> tuple[float | None, str | None]:
         """Ask the judge; -> reward and error: a time-out or a reward that is no number is one."""
         limit_s = self._config.judge_timeout_s
+        limit: asyncio.Timeout | None = None
         try:
-            async with asyncio.timeout(limit_s) as limit:
-                return await _apart(self._judge(conversation)), None
+            verdict = asked = self._asked(conversation)
+            if isinstance(asked, Coroutine):
+                async with asyncio.timeout(limit_s) as limit:
+                    verdict = await self._apart(lambda: asked)
+            return _finite(verdict), None
         except TimeoutError as error:
-            return None, f"the judge took more than {limit_s} s" if limit.expired() else _text_of(
-                error
-            )
+            if limit is not None and limit.expired():
+                return None, f"the judge took more than {limit_s} s"
+            return None, _text_of(error)
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
@@ -257,14 +267,32 @@ class PendingGroup:
         except (Exception, BaseExceptionGroup) as error:
             return None, _text_of(error)
 
-    async def _judge(self, conversation: Conversation) -> float:
+    def _asked(self, conversation: Conversation) -> float | Coroutine[Any, Any, float]:
+        """The verdict of a plain judge, or what has yet to be run to have one."""
         trace = None
         if self._parts.judge_reads_trace:
             trace = self._parts.traces.export(conversation.id, node=conversation.node)
-        reward = await self._parts.judge.score(self.work.prompt, conversation.text, trace)
-        if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-            raise JudgeError(f"the judge returned {reward!r}; a finite number is needed")
-        return float(reward)
+        try:
+            return self._parts.judge.score(self.work.prompt, conversation.text, trace)
+        except SystemExit as error:
+            raise _exited(error) from error
+
+    async def _apart(self, user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Await user code in a task of its own, so that a cancellation that comes out of it is not
+        taken for one of ours: a task group inside it leaves marks on the task in which it is.
+
+        Code that catches our cancellation and goes on is abandoned after `grace_s`.
+        """
+        task = asyncio.get_running_loop().create_task(_guarded(user_code))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.done():
+                _abandoned.add(task)
+                task.add_done_callback(_forget)
+                task.cancel()
+                await asyncio.wait((task,), timeout=self._config.grace_s)
+            raise
 
     def _is_useless(self) -> bool:
         rewards = {rollout.reward for rollout in self.rollouts}
@@ -284,18 +312,30 @@ def session_id(run_name: str, group_uid: str, k: int, attempt: int) -> str:
     return found
 
 
-async def _apart(user_code: Coroutine[Any, Any, T]) -> T:
-    """Await user code in a task of its own, so that a cancellation that comes out of it is not
-    taken for one of ours: a task group inside it leaves marks on the task in which it is.
-    """
+async def _guarded(user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """User code without the one exception that would end the process."""
+    try:
+        return await user_code()
+    except SystemExit as error:
+        raise _exited(error) from error
 
-    async def guarded() -> T:
-        try:
-            return await user_code
-        except SystemExit as error:  # it would end the process
-            raise RolloutError(f"user code called sys.exit({error})") from error
 
-    return await asyncio.get_running_loop().create_task(guarded())
+def _forget(task: asyncio.Task[Any]) -> None:
+    """Abandoned user code has ended; how is of no interest to anybody any more."""
+    _abandoned.discard(task)
+    if not task.cancelled():
+        task.exception()
+
+
+def _exited(error: SystemExit) -> RolloutError:
+    """For user code that calls sys.exit, which would end the process."""
+    return RolloutError(f"user code called sys.exit({error})")
+
+
+def _finite(verdict: object) -> float:
+    if isinstance(verdict, bool) or not isinstance(verdict, Real) or not math.isfinite(verdict):
+        raise JudgeError(f"the judge returned {verdict!r}; a finite number is needed")
+    return float(verdict)
 
 
 def _is_cancelled() -> bool:

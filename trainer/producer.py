@@ -93,14 +93,19 @@ class Producer:
         self._drawing: asyncio.Task[Sequence[Work]] | None = None
 
     async def run(self) -> None:
-        """Produce until `stop`. Raises what made going on impossible (the desk or the sessions are
-        gone).
+        """Produce until `stop`, or until cancelled: then what is under way is cancelled and booked,
+        and what was drawn and not begun goes out again. Raises what made going on impossible (the
+        desk or the sessions are gone).
         """
         try:
             while not self._stopped:
                 free = await self._wait_for_slots()
                 for work in await self._draw(free):
                     self._start(work)
+        except asyncio.CancelledError:
+            await self._cancel_groups()
+            await self._dispatcher.give_back(self.owner)
+            raise
         finally:
             await self._cancel_groups()
 
@@ -181,8 +186,9 @@ class Producer:
         finally:
             self._drawing.cancel()
             self._drawing = None
-        # Drawn just before a pause: kept until it is over.
-        await self._resumed.wait()
+        # Drawn just before a pause: kept until it is over, and until no other has begun since.
+        while not self._resumed.is_set():
+            await self._resumed.wait()
         return () if self._stopped else works
 
     async def _ask_for_work(self, n: int) -> Sequence[Work]:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "client.h"
 #include "rules.h"
 
 using namespace shmrl;
@@ -91,6 +92,78 @@ RULE(bytes_of_the_dead_come_back_when_they_are_needed) {
   Draft draft;
   OK(f.store->reserve(60u << 20, Wait{}, draft));
   EXPECT(f.stats().counters.reclaimed == 10000);
+}
+
+// Words of every kind that layout.h calls derived.
+void scribble_over_what_is_derived(Arena& arena, const Txn& txn) {
+  Header& h = arena.header();
+  for (auto* count : {&h.waiters, &h.used_bytes, &h.objects_live, &h.objects_doomed,
+                      &h.doomed_bytes, &h.sessions_open, &h.empty_slabs})
+    count->set(txn, 77);
+  for (auto* head : {&h.free_object, &h.free_attachment, &h.free_session, &h.free_owner})
+    head->set(txn, 0);
+  for (auto& word : h.bin_mask) word.set(txn, ~0ull);
+  for (auto& head : h.bins) head.set(txn, 3);
+  for (auto& head : h.slabs) head.set(txn, 3);
+  for (std::uint32_t i = 0; i < arena.objects_used(); ++i) arena.object(i).attached.set(txn, 77);
+  for (std::uint32_t i = 0; i < arena.attachments_used(); ++i)
+    arena.attachment(i).previous.set(txn, 77);
+  for (std::uint32_t i = 0; i < arena.sessions_used(); ++i) {
+    SessionEntry& s = arena.session(i);
+    for (auto* word : {&s.tail, &s.hash, &s.hash_next, &s.owner_previous, &s.owner_next})
+      word->set(txn, 77);
+    s.bytes.set(txn, 77);
+  }
+  for (std::uint32_t i = 0; i < arena.session_buckets(); ++i) arena.session_bucket(i).set(txn, 0);
+  for (std::uint32_t i = 0; i < arena.owner_buckets(); ++i) arena.owner_bucket(i).set(txn, 0);
+  for (std::uint32_t i = 0; i < arena.owners_used(); ++i) {
+    OwnerEntry& o = arena.owner(i);
+    for (auto* word : {&o.sessions, &o.first, &o.last, &o.hash_next}) word->set(txn, 77);
+    for (auto* sum : {&o.objects, &o.bytes}) sum->set(txn, 77);
+  }
+  for (std::uint64_t i = 0; i < arena.granules_ready(); ++i) arena.granule(i).kind.set(txn, 77);
+}
+
+RULE(a_repair_finds_all_that_is_derived_again) {
+  Fixture f;
+  for (const char* id : {"a", "b", "gone"}) OK(f.store->open(id, "p"));
+  OK(f.store->open("c", "q"));
+  OK(f.store->bind("q", "heir"));
+  std::vector<Hold> holds;
+  for (std::uint64_t size :
+       {0u, 64u, 300u, 5000u, 33000u, 40000u}) {  // no size is that of its block
+    holds.push_back(put(*f.store, size + 1, 1));
+    put(*f.store, size + 3, 2, "a").reset();
+    put(*f.store, size + 5, 3, "c").reset();
+  }
+  std::uint32_t position = 0;
+  OK(f.store->attach_object("b", holds[3].ref(), -1, position));
+  std::vector<std::string> done;
+  std::vector<Refusal> refused;
+  OK(f.store->release(Ids{"gone"}, "p", true, done, refused));
+  std::vector<Pin> pins(2);
+  for (std::size_t i : {0, 1}) {
+    OK(f.store->pin(holds[4 + i].ref(), Wait{}, pins[i]));  // ended, under a view
+    holds[4 + i].reset();
+  }
+  Draft draft;
+  OK(f.store->reserve(700, Wait{}, draft));
+
+  Stats const before = f.stats();
+  EXPECT(before.doomed == 2 && before.deferred_bytes > 73000 && before.by_owner.size() == 2);
+  die_inside_a_transaction(f.name, scribble_over_what_is_derived);
+  EXPECT_SOUND(*f.store);
+  Stats const after = f.stats();
+  EXPECT(after.counters.recoveries == before.counters.recoveries + 1);
+  EXPECT(after.used == before.used && after.free == before.free &&
+         after.deferred_bytes == before.deferred_bytes);
+  EXPECT(after.objects == before.objects && after.doomed == before.doomed &&
+         after.sessions == before.sessions && after.building == before.building);
+  for (std::size_t i : {0, 1}) {
+    const OwnerUsage &was = before.by_owner[i], &is = after.by_owner[i];
+    EXPECT(is.owner == was.owner && is.sessions == was.sessions && is.objects == was.objects &&
+           is.bytes == was.bytes && is.heir == was.heir);
+  }
 }
 
 RULE(a_stopped_process_is_alive) {

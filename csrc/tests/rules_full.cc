@@ -2,6 +2,7 @@
 
 #include <thread>
 
+#include "client.h"
 #include "rules.h"
 
 using namespace shmrl;
@@ -44,6 +45,49 @@ RULE(space_goes_to_waiters_in_the_order_they_came) {
   for (pid_t child : children) EXPECT(exited_well(wait_for(child)));
 }
 
+RULE(a_place_that_was_left_is_taken_again_at_the_end_of_the_queue) {
+  Fixture f;
+  Hold big = put(*f.store, kCapacityMin - 300000, 1);
+  Pipe done;
+  std::uint64_t queued = 0;
+  auto wait_in_queue = [&](int who) {
+    pid_t const child = start([&] {
+      auto store = attach(f.name);
+      Draft draft;
+      OK(store->reserve(kCapacityMin - 200000, Wait{-1}, draft));
+      done.send(who);
+      draft.reset();
+      store->close();
+    });
+    ++queued;
+    while (f.stats().counters.full_waits != queued) std::this_thread::yield();
+    return child;
+  };
+  pid_t const leaves = wait_in_queue(0);
+  std::vector<pid_t> stay{wait_in_queue(1), wait_in_queue(2)};
+  ::kill(leaves, SIGKILL);
+  EXPECT(was_killed(wait_for(leaves)));
+  f.stats();                         // sweeps
+  stay.push_back(wait_in_queue(3));  // where the first had been
+  big.reset();
+  for (int who : {1, 2, 3}) EXPECT(done.receive<int>() == who);
+  for (pid_t child : stay) EXPECT(exited_well(wait_for(child)));
+}
+
+RULE(two_who_planned_the_same_growth_grow_once) {
+  Fixture f(small(64u << 20));
+  EXPECT(exited_well(wait_for(start([&] {
+    Client client(f.name);
+    Txn const txn(client.arena);
+    Growth const growth = plan_growth(client.arena, 1 << 20);
+    client.arena.reserve_payload(growth.from, growth.to);
+    commit_growth(client.arena, txn, growth);
+    commit_growth(client.arena, txn, growth);
+    EXPECT(client.arena.granules_ready() == growth.to);
+  }))));
+  EXPECT_SOUND(*f.store);
+}
+
 RULE(small_reservations_pass_a_large_one_that_waits_until_as_many_bytes_have) {
   Fixture f;
   Hold big = put(*f.store, kCapacityMin - 300000, 1);
@@ -81,6 +125,7 @@ RULE(a_reservation_waits_for_an_entry_of_a_full_table_too) {
   for (int i = 0; i < 16; ++i) holds.push_back(put(*f.store, 64, i));
   Draft draft;
   EXPECT_STATUS(Status::objects_full, f.store->reserve(64, Wait{}, draft));
+  EXPECT(Store::detail().find("max_objects") != std::string::npos);
   EXPECT_STATUS(Status::objects_full, f.store->reserve(64, Wait{2'000'000}, draft));
   std::thread later([&] {
     while (f.stats().counters.full_waits < 2) std::this_thread::yield();
@@ -137,6 +182,28 @@ RULE(freed_neighbours_merge_so_that_free_bytes_are_usable) {  // ray#16164
   OK(f.store->reserve(kCapacityMin, Wait{}, draft));
 }
 
+RULE(what_one_object_gives_back_another_of_its_size_may_take) {
+  constexpr std::uint64_t kPage = 4096;
+  // Exactly one size, and one of many sizes that share a free list, behind 40 that are too small.
+  for (auto [wanted, others] : {std::pair{10, 0}, {79, 65}}) {
+    Fixture f(small(16u << 20));
+    std::vector<Hold> gaps, walls;
+    for (int i = 0; i < (others > 0 ? 41 : 1); ++i) {
+      gaps.push_back(
+          put(*f.store, static_cast<std::uint64_t>(i == 0 ? wanted : others) * kPage, 1));
+      walls.push_back(put(*f.store, 9 * kPage, 2));
+    }
+    Draft draft;
+    for (std::uint64_t pages : {512u, 64u, 9u})
+      while (f.store->reserve(pages * kPage, Wait{}, draft) == Status::ok) {
+        walls.emplace_back();
+        OK(f.store->seal(draft, &walls.back()));
+      }
+    for (Hold& gap : gaps) gap.reset();
+    OK(f.store->reserve(static_cast<std::uint64_t>(wanted) * kPage, Wait{}, draft));
+  }
+}
+
 RULE(a_failed_reservation_counts_nowhere) {  // v6d#862
   Fixture f;
   Hold big = put(*f.store, kCapacityMin - 100000, 1);
@@ -145,19 +212,6 @@ RULE(a_failed_reservation_counts_nowhere) {  // v6d#862
   for (int i = 0; i < 100; ++i)
     EXPECT_STATUS(Status::full, f.store->reserve(500000, Wait{}, draft));
   EXPECT(f.stats().used == before.used && f.stats().objects == before.objects);
-}
-
-RULE(the_object_table_has_a_limit_that_is_named) {
-  Options o = small();
-  o.max_objects = 16;
-  Fixture f(o);
-  std::vector<Hold> holds;
-  for (int i = 0; i < 16; ++i) holds.push_back(put(*f.store, 64, i));
-  Draft draft;
-  EXPECT_STATUS(Status::objects_full, f.store->reserve(64, Wait{}, draft));
-  EXPECT(Store::detail().find("max_objects") != std::string::npos);
-  holds.pop_back();
-  OK(f.store->reserve(64, Wait{}, draft));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <thread>
 
+#include "layout.h"
 #include "rules.h"
 
 using namespace shmrl;
@@ -54,6 +55,25 @@ RULE(objects_of_all_sizes_do_not_overlap) {
     Pin pin;
     OK(f.store->pin(holds[i].ref(), Wait{}, pin));
     EXPECT(pin.size() == made[i].first && holds_only(pin, made[i].second));
+  }
+}
+
+RULE(objects_one_byte_around_each_size_of_block_do_not_overlap) {
+  Fixture f(small(64u << 20));
+  std::vector<std::uint64_t> sizes;
+  for (std::uint32_t block : kClassBytes)
+    for (std::uint64_t size : {block - 1, block, block + 1})
+      if (block > 0) sizes.push_back(size);
+  for (std::uint64_t granules = 8; granules < 40; ++granules)
+    for (std::uint64_t size : {granules * kGranule, granules * kGranule + 1}) sizes.push_back(size);
+  std::vector<Hold> holds;
+  for (int twin = 0; twin < 2; ++twin)
+    for (std::uint64_t size : sizes)
+      holds.push_back(put(*f.store, size, static_cast<int>(holds.size() % 251)));
+  for (std::size_t i = 0; i < holds.size(); ++i) {
+    Pin pin;
+    OK(f.store->pin(holds[i].ref(), Wait{}, pin));
+    EXPECT(pin.size() == sizes[i % sizes.size()] && holds_only(pin, static_cast<int>(i % 251)));
   }
 }
 
@@ -186,6 +206,31 @@ RULE(freeing_a_draft_tells_its_builder) {
   std::memset(draft.data(), 1, 100);  // the bytes are still its own
   EXPECT_STATUS(Status::freed, f.store->seal(draft, nullptr));
   EXPECT(!draft && f.stats().used == 0);
+}
+
+RULE(a_freed_draft_is_not_attached_to_its_session) {
+  Fixture f;
+  OK(f.store->open("s", "p"));
+  Draft draft;
+  OK(f.store->reserve(100, "s", Wait{}, draft));
+  std::uint64_t ended = 0;
+  Ref const ref = draft.ref();
+  OK(f.store->free({&ref, 1}, true, ended));
+  EXPECT_STATUS(Status::freed, f.store->seal(draft, nullptr));
+  std::vector<Entry> entries;
+  OK(f.store->objects("s", entries));
+  EXPECT(ended == 1 && entries.empty() && f.stats().used == 0);
+}
+
+RULE(a_late_drop_spares_what_has_the_entry_now) {
+  Fixture f;
+  Hold old = put(*f.store, 100, 1);
+  std::uint64_t ended = 0;
+  OK(f.store->free({&old.ref(), 1}, true, ended));
+  Hold fresh = put(*f.store, 100, 2);
+  EXPECT(fresh.ref().index == old.ref().index);
+  old.reset();
+  EXPECT_STATUS(Status::ok, f.store->probe(fresh.ref()));
 }
 
 RULE(a_seal_can_hand_its_pin_on) {

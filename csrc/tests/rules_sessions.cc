@@ -111,6 +111,7 @@ RULE(L04_releasing_what_someone_else_owns_is_refused) {
   EXPECT((release(*f.store, {"theirs", "mine"}, "learner", true, Status::not_owner).empty()));
   EXPECT(owner_of(*f.store, "mine") == "learner");
   EXPECT((release(*f.store, {"theirs", "mine"}, "learner") == Names{"mine"}));
+  EXPECT((release(*f.store, {"theirs"}, "an owner nobody ever named").empty()));
   EXPECT(owner_of(*f.store, "theirs") == "producer");
   EXPECT((release(*f.store, {"theirs"}, "*") == Names{"theirs"}));
 }

@@ -4,8 +4,7 @@
 // without a word; a wake-up that is forgotten shows as a delay only. So here a sleeper does as the
 // core does up to the system call, and then sleeps without looking: nobody but the other side can
 // end that sleep before its limit.
-#include "arena_file.h"
-#include "client_table.h"
+#include "client.h"
 #include "object_table.h"
 #include "rules.h"
 
@@ -15,15 +14,6 @@ using namespace shmrl::test;
 namespace {
 
 constexpr std::int64_t kSleepMaxNs = 30'000'000'000;  // only a forgotten wake-up takes as long
-
-// A client below the facade. In a child process only: it opens the lock file. One joins at a time.
-struct Client {
-  explicit Client(const std::string& name) {
-    open_arena_file(arena, name, Options{}.directory);
-    join_arena(arena);
-  }
-  Arena arena;
-};
 
 // Until the process sleeps in the kernel. It has said before that it is about to, and sleeps for
 // nothing else.
@@ -203,6 +193,14 @@ RULE(a_death_in_the_queue_wakes_those_behind) {
   SweepReport report;
   OK(f.store->sweep(report));
   EXPECT(report.clients == 1);
+  EXPECT(exited_well(wait_for(sleeper)));
+}
+
+RULE(a_repair_wakes_the_queue_for_space) {  // the dead may have given bytes back and told nobody
+  Fixture f;
+  pid_t const sleeper = start_sleeper(f.name, [](Arena& arena) { return queue_up(arena, 64); });
+  die_inside_a_transaction(f.name);
+  EXPECT(f.stats().counters.recoveries == 1);
   EXPECT(exited_well(wait_for(sleeper)));
 }
 

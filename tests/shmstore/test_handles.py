@@ -211,6 +211,41 @@ def test_a_child_forked_while_a_thread_looks_for_signals_ends_by_itself(store: S
     store.sweep()
 
 
+def test_a_fork_beside_a_close_that_waits_for_a_call_goes_on(store: Store) -> None:
+    """The call wants the GIL, which os.fork keeps; the close waits for the call; the fork waits for
+    the close. A long switch interval brings all three there."""
+    done = run_script(
+        "import os, sys, threading, warnings\n"
+        "from shmstore import Store, StoreClosed\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)  # a fork beside threads\n"
+        "store = Store.attach(sys.argv[1])\n"
+        "draft = store.build(8)\n"
+        "ends = []\n"
+        "def wait():\n"
+        "    try:\n"
+        "        store.get(draft.ref, timeout=60)\n"
+        "    except StoreClosed:\n"
+        "        ends.append('told')\n"
+        "waiter = threading.Thread(target=wait)\n"
+        "waiter.start()\n"
+        "closer = threading.Thread(target=store.close)\n"
+        "sys.setswitchinterval(1000)  # from here on the GIL changes hands at waits only\n"
+        "closer.start()  # waits until it runs, and it runs until it waits for the call\n"
+        "closed_meanwhile = not closer.is_alive()\n"
+        "sum(range(5_000_000))  # the call notices, and wants the GIL\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "closer.join()\n"
+        "waiter.join()\n"
+        "print(*ends, closed_meanwhile)\n",
+        store.name,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "told False\n"
+
+
 def test_threads_of_one_process_share_the_arena(store: Store) -> None:
     errors: list[BaseException] = []
 

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmstore import NotOwner, StoreError
+from shmstore import StoreError
 from trainer import snapshot as snapshots
 from trainer.errors import BadGroup, PutTimeout, ReplayError, SnapshotError, TakeTimeout
 from trainer.expiry import Expiry, ExpiryAction
+from trainer.replay import contents
 from trainer.replay.accounts import Accounts
 from trainer.replay.away import Away, name_some
 from trainer.replay.checks import check_max_bytes, check_need, checked_group
@@ -112,19 +113,18 @@ class ReplayBuffer:
         changed.
         """
         group = checked_group(group, task)
-        if group.uid in self._index or self._away.is_taken(group.uid):
-            raise BadGroup(f"group {group.uid!r} is in the buffer already; each uid is put once")
+        self._refuse_known(group.uid)
         if train_step is not None:
             self.train_step = max(self.train_step, train_step)
-        group = self._described(group)
+        group = contents.described(self._traces, self._store.sessions, group)
         status = group.status
         if status not in _FILED:
             self._end_at_put(group, status, owner)
             return status
-        group = group.evolve(nbytes=self._measure(group))
+        group = group.evolve(nbytes=contents.nbytes(self._store.sessions, group))
         try:
             async with asyncio.timeout(timeout):
-                await self.waiting.for_room(group.task, group.nbytes)
+                await self.waiting.for_room(group.task, group.nbytes, owner=owner)
         except TimeoutError:
             raise PutTimeout(
                 f"no room after {timeout} s for group {group.uid!r} of {group.nbytes} bytes: "
@@ -185,7 +185,10 @@ class ReplayBuffer:
         await self.refresh(train_step)
         try:
             async with asyncio.timeout(timeout):
-                await self.waiting.for_batch(need)
+                await self.waiting.for_batch(need, owner=owner)
+                # What was offered again meanwhile may be too old for this step.
+                while self._expire(train_step) != Refreshed() and not self.waiting.can_meet(need):
+                    await self.waiting.for_batch(need, owner=owner)
         except TimeoutError:
             raise TakeTimeout(
                 f"no batch after {timeout} s: need {dict(need)}, in the buffer "
@@ -233,17 +236,7 @@ class ReplayBuffer:
         """Expire what is too old at `train_step` (L16); costs what it expires."""
         self.reclaim()
         self.train_step = max(self.train_step, train_step)
-        with self._lock:
-            expired = self._index.pop_expired(train_step)
-        if not expired:
-            return Refreshed()
-        if self.expiry.action is ExpiryAction.DROP:
-            self._drop(expired)
-            return Refreshed(dropped=len(expired))
-        for entry in expired:
-            self._add(self._cut_back(entry.group, train_step), entry.seq)
-        self._changed()
-        return Refreshed(retry=len(expired))
+        return self._expire(train_step)
 
     def count(self, task: str, status: Status) -> int:
         """Groups of this task and status that can be taken or lent now; from any thread."""
@@ -302,6 +295,7 @@ class ReplayBuffer:
         whose sessions ended with it, are booked as cancelled. -> (groups offered again, groups
         cancelled).
         """
+        self.waiting.owner_died(owner)
         self.settle(owner)
         sessions = self._store.sessions
         offered = 0
@@ -382,7 +376,9 @@ class ReplayBuffer:
             buffer.train_step = int(state["train_step"])
             buffer.accounts.load_json(state["accounts"])
             for group in groups:
-                buffer._add(group.evolve(nbytes=buffer._measure(group)), buffer._new_seq())
+                buffer._add(
+                    group.evolve(nbytes=contents.nbytes(store.sessions, group)), buffer._new_seq()
+                )
         except (LookupError, TypeError, ValueError, AttributeError, StoreError) as error:
             store.sessions.release([s for g in groups for s in g.session_ids], owner=owner)
             raise SnapshotError(
@@ -394,11 +390,9 @@ class ReplayBuffer:
     # -- inside ----------------------------------------------------------------------------------
 
     def _file(self, group: Group, owner: str) -> Status:
+        self._refuse_known(group.uid)  # again: another may have been filed while this one waited
         deadline = self.expiry.group_deadline(group)
         stale = deadline is not None and deadline <= self.train_step
-        if stale and self.expiry.action is ExpiryAction.DROP:
-            self._end_at_put(group, Status.EXPIRED, owner)
-            return Status.EXPIRED
         with self._lock:
             self._store.sessions.transfer(group.session_ids, src=owner, dst=self.owner, strict=True)
             lent = self._away.take_back(group.uid)
@@ -406,44 +400,48 @@ class ReplayBuffer:
             if not stale:
                 self._index.add(group, seq, deadline)
         self._book_put(group, lent)
+        if stale and self.expiry.action is ExpiryAction.DROP:
+            self._drop([group])
+            return Status.EXPIRED
         if stale:
             group = self._cut_back(group, self.train_step)
             self._add(group, seq)
         self._changed()
         return group.status
 
+    def _refuse_known(self, uid: str) -> None:
+        if uid in self._index or self._away.is_taken(uid):
+            raise BadGroup(f"group {uid!r} is in the buffer already; each uid is put once")
+
     def _end_at_put(self, group: Group, status: Status, owner: str) -> None:
-        """FAILED, FILTERED and droppable EXPIRED groups: counted, then released; never filed
-        (L09).
-        """
-        self._refuse_foreign(group, owner)
+        """FAILED and FILTERED groups: counted, then released; never filed (L09)."""
+        contents.refuse_foreign(self._store.sessions, group, owner)
         self._book_put(group, self._away.take_back(group.uid))
         self.accounts.ended(group, status)
         self._store.sessions.release(group.session_ids, owner=owner)
         self._changed()
 
-    def _refuse_foreign(self, group: Group, owner: str) -> None:
-        """Sessions that are gone do not matter to a group that ends; those of others do (L04)."""
-        sessions = self._store.sessions
-        live = [sid for sid in group.session_ids if sid in sessions]
-        foreign = [sid for sid in live if sessions.owner(sid) != owner]
-        if foreign:
-            raise NotOwner(
-                f"group {group.uid!r} of {owner!r} cannot end: {foreign[0]!r} is owned by "
-                f"{sessions.owner(foreign[0])!r}",
-                tuple(foreign),
-            )
-
     def _book_put(self, group: Group, lent: Entry | None) -> None:
         self.accounts.put(group, first=lent is None, before=lent.group if lent else None)
 
-    def _drop(self, entries: Sequence[Entry]) -> None:
-        """Already out of the index; one call releases all their sessions, outside the lock
-        (L16).
-        """
-        for entry in entries:
-            self.accounts.ended(entry.group, Status.EXPIRED)
-        ids = [sid for entry in entries for sid in entry.group.session_ids]
+    def _expire(self, train_step: int) -> Refreshed:
+        with self._lock:
+            expired = self._index.pop_expired(train_step)
+        if not expired:
+            return Refreshed()
+        if self.expiry.action is ExpiryAction.DROP:
+            self._drop([entry.group for entry in expired])
+            return Refreshed(dropped=len(expired))
+        for entry in expired:
+            self._add(self._cut_back(entry.group, train_step), entry.seq)
+        self._changed()
+        return Refreshed(retry=len(expired))
+
+    def _drop(self, groups: Sequence[Group]) -> None:
+        """Not in the index; one call releases all their sessions, outside the lock (L16)."""
+        for group in groups:
+            self.accounts.ended(group, Status.EXPIRED)
+        ids = [sid for group in groups for sid in group.session_ids]
         self._store.sessions.release(ids, owner=self.owner)
         self._changed()
 
@@ -453,7 +451,7 @@ class ReplayBuffer:
         for rollout in stale:
             self._store.sessions.truncate(rollout.session_id, keep=rollout.n_prompt_nodes)
         self.accounts.cut(group.task, stale)
-        return group.evolve(nbytes=self._measure(group))
+        return group.evolve(nbytes=contents.nbytes(self._store.sessions, group))
 
     def _add(self, group: Group, seq: int) -> None:
         with self._lock:
@@ -510,25 +508,6 @@ class ReplayBuffer:
     def _tell(self) -> None:
         for listener in self._listeners:
             listener()
-
-    def _described(self, group: Group) -> Group:
-        """With what its traces say where the producer left it out."""
-        sessions = self._store.sessions
-        bare = [not (r.leaves or r.n_prompt_tokens) for r in group.rollouts]
-        if not any(bare):
-            return group
-        return group.with_rollouts(
-            [
-                self._traces.describe(r) if lacks and r.session_id in sessions else r
-                for r, lacks in zip(group.rollouts, bare, strict=True)
-            ]
-        )
-
-    def _measure(self, group: Group) -> int:
-        """Bytes that the sessions of a group hold, an object shared by several once."""
-        objects = self._store.sessions.objects
-        refs = {entry.ref for sid in group.session_ids for entry in objects(sid)}
-        return sum(ref.nbytes for ref in refs)
 
 
 def _parse_expiry(expiry: Expiry | str | None) -> Expiry:

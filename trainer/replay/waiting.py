@@ -1,15 +1,17 @@
 """Who waits at the replay buffer: takers for a batch, putters for room (lifecycle L14).
 
 Each waiter is a future that is set when its wish can be met or can never be; nothing polls and
-nobody is woken in vain more than once per change. A part that died for good, or a task that ended,
-reaches every waiter at once, with the cause. Belongs to the loop of the buffer.
+nobody is woken in vain more than once per change. Much may happen between a wake-up and the moment
+at which the waiter runs, so it looks again: at its wish, at failures, at its own death. A part that
+died for good, a task that ended, or the death of the owner for whom one waits reaches every waiter
+concerned at once, with the cause. Belongs to the loop of the buffer.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.errors import EndOfData, PartFailed
 
@@ -17,20 +19,48 @@ __all__ = ["Waiting"]
 
 
 @dataclass(slots=True, eq=False)
-class _Taker:
-    need: Mapping[str, int]
-    ready: asyncio.Future[None]
+class _Waiter:
+    owner: str
+    ready: asyncio.Future[None] = field(init=False)
+    dead: bool = False
+
+    def __post_init__(self) -> None:
+        self.sleep()
+
+    def sleep(self) -> None:
+        """Wait (again)."""
+        self.ready = asyncio.get_running_loop().create_future()
+
+    async def woken(self) -> None:
+        """Returns after a wake-up, whatever it was for; `PartFailed` once its owner is dead."""
+        await self.ready
+        if self.dead:
+            raise PartFailed(self.owner, "it died while it waited at the replay buffer")
+
+    def let_go(self, error: Exception | None = None) -> None:
+        """Wake it, if it has not been woken."""
+        if self.ready.done():
+            return
+        if error is None:
+            self.ready.set_result(None)
+        else:
+            self.ready.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)
-class _Putter:
-    task: str
-    nbytes: int
-    ready: asyncio.Future[None]
+class _Taker(_Waiter):
+    need: Mapping[str, int] = field(kw_only=True)
+
+
+@dataclass(slots=True, eq=False)
+class _Putter(_Waiter):
+    task: str = field(kw_only=True)
+    nbytes: int = field(kw_only=True)
 
 
 class Waiting:
-    """The two lines, each first come first served.
+    """The two lines, first come first served: nobody passes who wants what somebody ahead waits
+    for.
 
     `completed(task)`: groups that can be taken now. `fits(nbytes)`: whether so much is below the
     byte limit. `taker_waits`: called when a taker has begun to wait.
@@ -47,57 +77,88 @@ class Waiting:
         self._taker_waits = taker_waits
         self._takers: list[_Taker] = []
         self._putters: list[_Putter] = []
+        self._admitted: set[str] = set()
         self._ended: dict[str, str] = {}
         self._failure: tuple[str, str] | None = None
 
-    async def for_batch(self, need: Mapping[str, int]) -> None:
+    async def for_batch(self, need: Mapping[str, int], *, owner: str) -> None:
         """Return when `need` can be met and it is this caller's turn; on return nothing has run
         since.
         """
-        if not self._takers and self._can_meet(need):
+        self.raise_failure()
+        if not self._takers and self.can_meet(need):
             return
-        loop = asyncio.get_running_loop()
-        taker = _Taker(need, loop.create_future())
+        taker = _Taker(owner, need=need)
         self._takers.append(taker)
         try:
             self.wake()  # what a taker lacks may pass the byte limit,
             self._taker_waits()  # and may be produced beyond it
             while True:
-                await taker.ready
-                if self._can_meet(need):  # false when it expired after the wake-up
+                await taker.woken()
+                self.raise_failure()
+                if self.can_meet(need):  # false when it expired after the wake-up
                     return
-                taker.ready = loop.create_future()
+                taker.sleep()
                 self.wake()
         finally:
             self._takers.remove(taker)
             self.wake()
 
-    async def for_room(self, task: str, nbytes: int) -> None:
+    async def for_room(self, task: str, nbytes: int, *, owner: str) -> None:
         """Return when a group of this size may be filed; on return nothing has run since.
 
         Who then does not file it has to `wake` the next one.
         """
         self.raise_failure()
-        if not self._putters and self.has_room(task, nbytes):
+        if owner in self._admitted or (not self._putters and self.has_room(task, nbytes)):
             return
-        putter = _Putter(task, nbytes, asyncio.get_running_loop().create_future())
+        putter = _Putter(owner, task=task, nbytes=nbytes)
         self._putters.append(putter)
         try:
             self.wake()
-            await putter.ready
+            while True:
+                await putter.woken()
+                self.raise_failure()
+                if self._may_file(putter):  # false when the room went to another
+                    break
+                putter.sleep()
+                self.wake()
         except BaseException:
             self._putters.remove(putter)
             self.wake()  # it may have been this one's turn
             raise
         self._putters.remove(putter)
 
+    def can_meet(self, need: Mapping[str, int]) -> bool:
+        """Whether so many groups of each task can be taken now."""
+        return all(self._completed(task) >= count for task, count in need.items())
+
     def has_room(self, task: str, nbytes: int) -> bool:
         """Below the limit, or wanted by a taker: the limit never stands between a taker and its
         batch.
         """
-        return self._fits(nbytes) or any(
-            self._completed(task) < taker.need.get(task, 0) for taker in self._takers
-        )
+        return self._fits(nbytes) or self._is_wanted(task)
+
+    def admit(self, owner: str) -> None:
+        """Until `limit` the byte limit does not hold `owner` up: it is pausing, and whoever could
+        make room waits for the end of that.
+        """
+        self._admitted.add(owner)
+        self.wake()
+
+    def limit(self, owner: str) -> None:
+        """The reverse of `admit`."""
+        self._admitted.discard(owner)
+
+    def owner_died(self, owner: str) -> None:
+        """Nobody waits for `owner` any more: its takes and puts, also those just woken, get
+        `PartFailed`.
+        """
+        self.limit(owner)
+        for waiter in (*self._takers, *self._putters):
+            if waiter.owner == owner:
+                waiter.dead = True
+                waiter.let_go()
 
     def lacking(self, task: str) -> int:
         """Groups of `task` that the first taker in line still lacks."""
@@ -126,23 +187,22 @@ class Waiting:
 
     def wake(self) -> None:
         """After a change: let go on whoever can."""
+        claimed: set[str] = set()  # tasks for which somebody ahead waits
         for taker in self._takers:
-            if taker.ready.done():
-                continue
             error = self._why_never(taker.need)
             if error is not None:
-                taker.ready.set_exception(error)
-            elif self._can_meet(taker.need):
-                taker.ready.set_result(None)
-                break  # the next in line is looked at when this one has taken its batch
+                taker.let_go(error)
+            elif claimed.isdisjoint(taker.need) and self.can_meet(taker.need):
+                taker.let_go()
+            claimed.update(taker.need)
         for putter in self._putters:
             if putter.ready.done():
-                continue
+                break  # the next in line is looked at when this one has filed its group
             if self._failure is not None:
-                putter.ready.set_exception(PartFailed(*self._failure))
-            elif self.has_room(putter.task, putter.nbytes):
-                putter.ready.set_result(None)
-                break  # likewise, after this one has filed its group
+                putter.let_go(PartFailed(*self._failure))
+            elif self._may_file(putter):
+                putter.let_go()
+                break
 
     def describe(self) -> list[str]:
         """One line for each waiter, for the watchdog."""
@@ -154,8 +214,17 @@ class Waiting:
         putters = [f"put of {p.task} waits for {p.nbytes} bytes of room" for p in self._putters]
         return takers + putters
 
-    def _can_meet(self, need: Mapping[str, int]) -> bool:
-        return all(self._completed(task) >= count for task, count in need.items())
+    def _may_file(self, putter: _Putter) -> bool:
+        """What room there is belongs to the first in line; what a taker lacks passes the others."""
+        first = putter is self._putters[0]
+        return (
+            putter.owner in self._admitted
+            or self._is_wanted(putter.task)
+            or (first and self._fits(putter.nbytes))
+        )
+
+    def _is_wanted(self, task: str) -> bool:
+        return any(self._completed(task) < taker.need.get(task, 0) for taker in self._takers)
 
     def _why_never(self, need: Mapping[str, int]) -> Exception | None:
         if self._failure is not None:

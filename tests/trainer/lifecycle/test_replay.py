@@ -18,20 +18,15 @@ from shmstore import NotOwner, Store
 from trainer.errors import (
     BadGroup,
     ConfigError,
-    EndOfData,
     LedgerError,
-    PartFailed,
-    PutTimeout,
     ReplayError,
-    TakeTimeout,
 )
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.prompts import PromptSampler, SequenceSource
 from trainer.replay import ReplayBuffer
 from trainer.replay import index as replay_index
-from trainer.replay.waiting import Waiting
 from trainer.rollout import Group, Prompt, Rollout, Status
-from trainer.testing import make_segment, run_virtual, store_group
+from trainer.testing import make_segment, store_group
 from trainer.trace import TraceStore
 
 P, L = "producer-0", "learner"
@@ -307,45 +302,6 @@ def test_L14_an_entry_that_is_filed_again_in_its_old_place_does_not_meet_its_dea
     assert index.pop("math", Status.COMPLETED) is None
 
 
-async def test_L14_a_taker_wakes_when_its_batch_is_complete_and_not_before(
-    store: Store, traces: TraceStore
-) -> None:
-    buffer = ReplayBuffer(store)
-    looks = 0
-    can_meet = buffer.waiting._can_meet
-
-    def counted(need: Any) -> bool:
-        nonlocal looks
-        looks += 1
-        return can_meet(need)
-
-    buffer.waiting._can_meet = counted  # type: ignore[method-assign]
-    taker = asyncio.create_task(buffer.take({"math": 2, "code": 1}, train_step=1, owner=L))
-    await _put(buffer, traces, "a")
-    await _put(buffer, traces, "b", task="code")
-    await asyncio.sleep(0.02)
-    assert not taker.done()
-    idle = looks
-    await asyncio.sleep(0.05)
-    assert looks == idle  # nobody looks while nothing changes
-    await _put(buffer, traces, "c")
-    assert {g.uid for g in (await taker).groups} == {"a", "b", "c"}
-
-
-async def test_L14_takers_are_served_in_the_order_in_which_they_came(
-    store: Store, traces: TraceStore
-) -> None:
-    buffer = ReplayBuffer(store)
-    first = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="one"))
-    await asyncio.sleep(0)
-    second = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="two"))
-    await asyncio.sleep(0)
-    await _put(buffer, traces, "a")
-    await _put(buffer, traces, "b")
-    assert (await first).groups[0].uid == "a"
-    assert (await second).groups[0].uid == "b"
-
-
 @pytest.mark.parametrize(
     ("order", "wanted"),
     [("staleness", ["old-1", "old-2", "mid", "new"]), ("fifo", ["new", "old-1", "mid", "old-2"])],
@@ -463,22 +419,6 @@ async def test_a_group_that_is_stale_on_arrival_is_expired_at_once(
     drop.check_books()
 
 
-async def test_what_expires_while_a_taker_waits_is_not_handed_out(
-    store: Store, traces: TraceStore
-) -> None:
-    buffer = ReplayBuffer(store, expiry=Expiry(ExpiryAction.DROP, max_staleness=0))
-    await _put(buffer, traces, "a", model_step=0)
-    taker = asyncio.create_task(buffer.take({"math": 2}, train_step=1, owner=L))
-    await asyncio.sleep(0)
-    await _put(buffer, traces, "b", model_step=0)  # completes the batch; the taker has not run yet
-    await buffer.refresh(train_step=2)
-    await asyncio.sleep(0)
-    assert not taker.done()
-    for uid in ("c", "d"):
-        await buffer.put(store_group(traces, uid, model_step=1), owner=P, train_step=2)
-    assert [g.uid for g in (await taker).groups] == ["c", "d"]
-
-
 async def test_L29_each_count_is_handed_out_once(store: Store, traces: TraceStore) -> None:
     buffer = ReplayBuffer(store)
     for i in range(3):
@@ -549,113 +489,3 @@ async def test_L07_a_learner_that_died_after_its_release_has_trained_its_batch(
     assert len(buffer) == 0
     assert buffer.accounts.ledger.task("math").trained == 2
     buffer.check_books()
-
-
-async def test_take_says_what_is_missing_when_its_time_is_over(
-    store: Store, traces: TraceStore
-) -> None:
-    buffer = ReplayBuffer(store)
-    await _put(buffer, traces, "a")
-    with pytest.raises(
-        TakeTimeout, match=r"need {'math': 2}, in the buffer {'math': {'completed': 1}}"
-    ):
-        await buffer.take({"math": 2}, train_step=1, owner=L, timeout=0.01)
-    assert buffer.waiting.describe() == []
-
-
-async def test_a_taker_that_is_cancelled_takes_nothing_and_blocks_nobody(
-    store: Store, traces: TraceStore
-) -> None:
-    buffer = ReplayBuffer(store)
-    first = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="one"))
-    second = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="two"))
-    await asyncio.sleep(0)
-    await _put(buffer, traces, "a")  # wakes the first
-    first.cancel()
-    assert (await second).groups[0].uid == "a"
-    assert store.sessions.list("one") == []
-
-
-async def test_a_dead_part_reaches_takers_putters_and_all_who_come_later(
-    store: Store, traces: TraceStore
-) -> None:
-    buffer = ReplayBuffer(store, max_bytes=1)
-    await _put(buffer, traces, "a")
-    taker = asyncio.create_task(buffer.take({"code": 1}, train_step=1, owner=L))
-    putter = asyncio.create_task(_put(buffer, traces, "b"))
-    await asyncio.sleep(0.01)
-    buffer.waiting.fail("producer-0", "killed by signal 9")
-    for task in (
-        taker,
-        putter,
-        asyncio.create_task(buffer.take({"math": 9}, train_step=1, owner=L)),
-    ):
-        with pytest.raises(PartFailed, match="producer-0 failed: killed by signal 9") as error:
-            await task
-        assert error.value.part == "producer-0"
-
-
-async def test_the_end_of_a_task_reaches_only_those_who_need_more_of_it(
-    store: Store, traces: TraceStore
-) -> None:
-    buffer = ReplayBuffer(store)
-    await _put(buffer, traces, "a")
-    waiting = asyncio.create_task(buffer.take({"math": 2}, train_step=1, owner=L))
-    await asyncio.sleep(0)
-    buffer.waiting.end_task("math", "its prompts ran out")
-    with pytest.raises(EndOfData, match="2 groups asked, 1 left") as error:
-        await waiting
-    assert error.value.task == "math"
-    assert len(await buffer.take({"math": 1}, train_step=1, owner=L)) == 1
-
-
-def test_a_put_beyond_the_byte_limit_waits_for_room_and_then_goes_on(store: Store) -> None:
-    async def main() -> None:
-        traces = TraceStore(store)
-        size = sum(traces.nbytes(s) for s in store_group(traces, "x").session_ids)
-        store.sessions.release(store.sessions.list(), owner="*")
-        buffer = ReplayBuffer(store, max_bytes=2 * size)
-        for uid in ("a", "b"):
-            await _put(buffer, traces, uid)
-        assert buffer.nbytes <= 2 * size
-        with pytest.raises(PutTimeout, match="no room after 5 s"):
-            await buffer.put(store_group(traces, "late"), owner=P, timeout=5)
-        waiting = asyncio.create_task(_put(buffer, traces, "c"))
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        await buffer.take({"math": 1}, train_step=1, owner=L)
-        assert await waiting is Status.COMPLETED
-
-    run_virtual(main())
-
-
-def test_a_put_that_is_given_up_lets_the_next_one_have_its_room() -> None:
-    """Also when its turn had come already: the wake-up is passed on."""
-
-    async def main() -> None:
-        room = False
-        waiting = Waiting(lambda task: 0, lambda nbytes: room, lambda: None)
-        first, second = (asyncio.create_task(waiting.for_room("math", 1)) for _ in range(2))
-        await asyncio.sleep(0)
-        room = True
-        waiting.wake()
-        first.cancel()
-        await asyncio.wait_for(second, 1)
-        assert first.cancelled()
-
-    run_virtual(main())
-
-
-def test_the_byte_limit_never_stands_between_a_taker_and_its_batch(store: Store) -> None:
-    async def main() -> None:
-        traces = TraceStore(store)
-        buffer = ReplayBuffer(store, max_bytes=1)
-        await _put(buffer, traces, "a")
-        putter = asyncio.create_task(_put(buffer, traces, "b"))
-        await asyncio.sleep(1)
-        assert not putter.done()
-        batch = await buffer.take({"math": 2}, train_step=1, owner=L, timeout=10)
-        assert [g.uid for g in batch.groups] == ["a", "b"]
-        await putter
-
-    run_virtual(main())

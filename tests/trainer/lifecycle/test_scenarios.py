@@ -6,7 +6,6 @@ canary must fail, or the scenario proves nothing.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ import pytest
 from shmstore import SessionReleased, Store, StoreFull
 from shmstore.testing import temporary_store
 from tests.trainer.lifecycle.kit import desk
+from tests.trainer.lifecycle.old_ways import BUFFERS
 from tests.trainer.lifecycle.players import Player
 from trainer.engine.scripted import Script
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.replay import ReplayBuffer
-from trainer.replay.index import Entry
-from trainer.rollout import Batch, Group, Rollout, Status
+from trainer.rollout import Batch, Status
 from trainer.testing import make_segment, run_virtual
 from trainer.trace import TraceStore
 
@@ -37,6 +36,13 @@ def producer(store: Store) -> Iterator[Player]:
 @pytest.fixture
 def learner(store: Store) -> Iterator[Player]:
     with Player(store, L, heir="replay") as player:
+        yield player
+
+
+@pytest.fixture
+def driver(store: Store) -> Iterator[Player]:
+    """Where the buffer lives, when it is not in the test's own process."""
+    with Player(store, "replay") as player:
         yield player
 
 
@@ -109,61 +115,38 @@ async def test_b_what_was_produced_meanwhile_is_consumed_and_checkpointed_later(
 
 
 @both
-async def test_c_evaluation_at_a_weight_sync_keeps_aborted_and_left_over_groups(
-    store: Store, producer: Player, old: bool
+def test_c_evaluation_at_a_weight_sync_keeps_aborted_and_left_over_groups(
+    store: Store, producer: Player, learner: Player, driver: Player, old: bool
 ) -> None:
-    buffer = ReplayBuffer(store)
-    aborted = producer.do("make_group", "aborted")
-    members = [r.evolve(status=Status.ABORTED) for r in aborted.rollouts]
-    await buffer.put(aborted.with_rollouts(members), owner=P)
-    await buffer.put(producer.do("make_group", "left-over"), owner=P)
+    driver.do("own_buffer")
+    driver.do("put", producer.do("make_group", "aborted", Status.ABORTED))
+    driver.do("put", producer.do("make_group", "left-over"))
     with Player(store, "eval") as evaluator:
         evaluator.do("evaluate", old)
     with _expect_canary(old):
         assert len(store.sessions.list("replay")) == 4
-        lent = buffer.lend("math", Status.ABORTED, owner=P)
-        assert lent is not None
+        assert driver.do("lend", Status.ABORTED, P).uid == "aborted"
         assert producer.do("insert", "aborted-0") == 2
-        assert len(await buffer.take({"math": 1}, train_step=2, owner=L, timeout=10)) == 1
-
-
-class _StatusReadLate(ReplayBuffer):
-    """Old (d): the group is discarded first and its status read afterwards, from wiped fields."""
-
-    async def put(self, group: Group, **options: Any) -> Status:
-        await super().put(group, **options)
-        wiped = [Rollout(r.session_id) for r in group.rollouts]
-        return group.with_rollouts(wiped).status
+        batch = driver.do("take", 1, 2, L)
+        assert learner.do("train", list(batch.session_ids), False) == [10, 10]
 
 
 @both
-async def test_d_a_failed_group_is_never_counted_as_completed(
-    store: Store, producer: Player, old: bool
+def test_d_a_failed_group_is_never_counted_as_completed(
+    store: Store, producer: Player, learner: Player, driver: Player, old: bool
 ) -> None:
-    buffer = (_StatusReadLate if old else ReplayBuffer)(store)
-    completed = 0
-    for i in range(4):
-        group = producer.do("make_group", f"g{i}")
-        if i % 2:
-            members = [r.evolve(status=Status.FAILED) for r in group.rollouts]
-            group = group.with_rollouts(members)
-        status = await buffer.put(group, owner=P)
-        completed += status is Status.COMPLETED
+    driver.do("own_buffer", "d" if old else "")
+    groups = [producer.do("produce", f"g{i}", float(i % 2)) for i in range(4)]
+    told = [driver.do("put", group) for group in groups]
     with _expect_canary(old):
-        assert completed == buffer.count("math", Status.COMPLETED) == 2
-    buffer.close()
-
-
-class _KeepsUseless(ReplayBuffer):
-    """Old (e): failed and filtered groups go into the buffer like all others."""
-
-    async def put(self, group: Group, **options: Any) -> Status:
-        status = group.status
-        if status in (Status.FAILED, Status.FILTERED):
-            kept = [r.evolve(status=Status.EXPIRED) for r in group.rollouts]
-            group = group.with_rollouts(kept)
-        await super().put(group, **options)
-        return status
+        assert told == [Status.COMPLETED, Status.FAILED] * 2
+        assert store.sessions.list(P) == []
+        batch = driver.do("take", 2, 1, L)
+        assert [group.uid for group in batch.groups] == ["g0", "g2"]
+        lengths = learner.do("train", list(batch.session_ids), False)
+        assert lengths == [r.n_tokens for r in batch.rollouts]
+        books = driver.do("close_buffer")
+        assert (books["trained"], books["failed"]) == (4, 4)
 
 
 async def _useless_groups(
@@ -192,7 +175,7 @@ async def test_e_failed_and_filtered_groups_do_not_pile_up(old: bool) -> None:
         Player(store, P) as producer,
         Player(store, L, heir="replay") as learner,
     ):
-        buffer = (_KeepsUseless if old else ReplayBuffer)(store)
+        buffer = BUFFERS["e" if old else ""](store)
         with _expect_canary(old, StoreFull) as full:
             used = await _useless_groups(buffer, store, producer, learner, 1200)
             assert max(used[1:]) == min(used[1:])
@@ -228,80 +211,31 @@ def test_f_two_wrappers_of_one_object_free_it_once(
         assert bytes(store.get(later)) == b"y" * 1000
 
 
-class _ReleasesUnderTheLock(ReplayBuffer):
-    """Old (g): dropped groups are released one by one while the lock is held."""
-
-    def _drop(self, entries: Any) -> None:
-        with self._lock:
-            for entry in entries:
-                self._store.sessions.release(entry.group.session_ids, owner=self.owner)
-
-
-class _Watched:
-    """Sessions that note whether a release finds the buffer's lock taken."""
-
-    def __init__(self, sessions: Any) -> None:
-        self._sessions = sessions
-        self.buffer: ReplayBuffer | None = None
-        self.releases: list[bool] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sessions, name)
-
-    def __contains__(self, session_id: str) -> bool:
-        return session_id in self._sessions
-
-    def release(self, ids: Any, owner: str) -> Any:
-        assert self.buffer is not None
-        self.releases.append(self.buffer._lock.locked())
-        return self._sessions.release(ids, owner=owner)
-
-
-class _WatchedStore:
-    """The store with watched sessions."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.sessions = _Watched(store.sessions)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
 @both
-async def test_g_expiry_by_drop_releases_in_one_call_and_never_under_the_lock(
-    store: Store, producer: Player, old: bool
+def test_g_expiry_by_drop_releases_in_one_call_and_never_under_the_lock(
+    store: Store, producer: Player, learner: Player, driver: Player, old: bool
 ) -> None:
-    watched: Any = _WatchedStore(store)
-    kind = _ReleasesUnderTheLock if old else ReplayBuffer
-    buffer = kind(watched, expiry=Expiry(ExpiryAction.DROP, max_staleness=0))
-    watched.sessions.buffer = buffer
+    driver.do("own_buffer", "g" if old else "", Expiry(ExpiryAction.DROP, max_staleness=0))
     for i in range(5):
-        await buffer.put(producer.do("make_group", f"g{i}"), owner=P, train_step=1)
-    await buffer.refresh(train_step=2)
+        driver.do("put", producer.do("make_group", f"g{i}"))
+    producer.begin("produce_many", 100)  # goes on meanwhile
+    locked = driver.do("refresh", 2)
+    assert producer.result() == 100
     with _expect_canary(old):
-        assert watched.sessions.releases == [False]
-        assert store.sessions.list() == []
-
-
-class _FreesWhatTheTraceHolds(ReplayBuffer):
-    """Old (h): a retry frees the payload of the old attempt but leaves it in the trace."""
-
-    def _cut_back(self, group: Group, train_step: int) -> Group:
-        group, stale = self.expiry.cut_stale(group, train_step)
-        for rollout in stale:
-            objects = self._store.sessions.objects(rollout.session_id)
-            self._store.free([entry.ref for entry in objects[rollout.n_prompt_nodes :]])
-        return group
+        assert locked == [False]
+        assert store.sessions.list("replay") == []
+        assert len(store.sessions.list(P)) == 100
+        driver.do("put", producer.do("make_group", "fresh", Status.COMPLETED, 1), 2)
+        batch = driver.do("take", 1, 2, L)
+        assert learner.do("train", list(batch.session_ids), False) == [10, 10]
+        assert driver.do("close_buffer")["expired_dropped"] == 10
 
 
 @both
 async def test_h_a_new_attempt_after_expiry_cannot_meet_the_old_trace(
     store: Store, producer: Player, old: bool
 ) -> None:
-    buffer = (_FreesWhatTheTraceHolds if old else ReplayBuffer)(
-        store, expiry=Expiry(max_staleness=0)
-    )
+    buffer = BUFFERS["h" if old else ""](store, expiry=Expiry(max_staleness=0))
     await buffer.put(producer.do("make_group", "g"), owner=P, train_step=1)
     await buffer.refresh(train_step=2)
     lent = buffer.lend("math", Status.EXPIRED, owner=P)
@@ -325,53 +259,26 @@ async def test_i_lengths_are_checked_before_anything_is_released(
     assert buffer.settle(L) == 2
 
 
-class _AwaitsBetween(ReplayBuffer):
-    """Old (j): sessions are released in one step and the group is detached in a later one."""
-
-    async def take(self, need: Any, *, train_step: int, owner: str, timeout: Any = None) -> Batch:
-        await self.waiting.for_batch(need)
-        entries: list[Entry] = []
-        for task, count in need.items():
-            for _ in range(count):
-                entry = self._index.pop(task, Status.COMPLETED)
-                assert entry is not None
-                entries.append(entry)
-                await asyncio.sleep(0)  # a call to another process, in the report
-        ids = [sid for entry in entries for sid in entry.group.session_ids]
-        self._store.sessions.transfer(ids, src=self.owner, dst=owner)
-        self._away.take(entries, owner)
-        return Batch(tuple(e.group for e in entries), self.accounts.window.close({}), train_step)
-
-
 @both
 def test_j_cancellation_at_any_point_leaves_index_sessions_and_books_agreed(
-    store: Store, producer: Player, old: bool
+    store: Store, producer: Player, learner: Player, driver: Player, old: bool
 ) -> None:
-    async def cancelled_after(n_steps: int) -> None:
-        buffer = (_AwaitsBetween if old else ReplayBuffer)(store)
-        taking = asyncio.create_task(buffer.take({"math": 2}, train_step=1, owner=L))
+    def cancelled_after(n_turns: int) -> None:
+        """The learner's take and three puts of the producer are cancelled in one turn of the
+        driver's loop.
+        """
+        driver.do("own_buffer", "j" if old else "")
         groups = [producer.do("make_group", f"g{i}") for i in range(3)]
-        putting = [asyncio.create_task(buffer.put(group, owner=P)) for group in groups]
-        for _ in range(n_steps):
-            await asyncio.sleep(0)
-        for task in (taking, *putting):
-            task.cancel()
-        await asyncio.wait([taking, *putting])
-        in_buffer = {sid for e in buffer._index for sid in e.group.session_ids}
-        assert in_buffer == set(store.sessions.list("replay"))
-        taken = {sid for e in buffer._away.taken for sid in e.group.session_ids}
-        assert taken == set(store.sessions.list(L))
-        buffer.check_books()
-
-    def main() -> None:
-        for n_steps in range(12):
-            try:
-                asyncio.run(cancelled_after(n_steps))
-            finally:
-                store.sessions.release(store.sessions.list(), owner="*")
+        filed, taken = driver.do("put_and_take_cancelled", groups, 2, n_turns, L)
+        assert set(filed) == set(store.sessions.list("replay"))
+        assert set(taken) == set(store.sessions.list(L))
+        assert learner.do("train", taken, False) == [10] * len(taken)
+        assert driver.do("close_buffer")["trained"] == len(taken)
 
     with _expect_canary(old):
-        main()
+        for n_turns in range(12):
+            cancelled_after(n_turns)
+            store.sessions.release(store.sessions.list(), owner="*")
 
 
 async def test_L07_a_killed_learner_loses_nothing_and_nothing_is_trained_twice(

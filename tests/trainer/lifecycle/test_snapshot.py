@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
-import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,9 @@ import pyarrow as pa
 import pytest
 
 from shmstore import SessionReleased, Store, headers
-from shmstore.testing import Puppet, temporary_store
-from tests.trainer.lifecycle.kit import desk
+from shmstore.testing import temporary_store
+from tests.trainer.lifecycle.kit import desk, filled_buffer
+from tests.trainer.lifecycle.resumed import payload, resumed
 from trainer import snapshot
 from trainer.engine.protocol import WeightsVersion
 from trainer.engine.scripted import Script
@@ -33,53 +31,20 @@ from trainer.trace import TraceStore
 P, L = "producer-0", "learner"
 
 
-async def _filled(store: Store, traces: TraceStore, n: int = 4) -> ReplayBuffer:
-    buffer = ReplayBuffer(store)
-    for i in range(n):
-        status = Status.ABORTED if i % 3 == 2 else Status.COMPLETED
-        group = store_group(traces, f"g{i}", model_step=3 - i % 2, status=status)
-        await buffer.put(group, owner=P, train_step=4)
-    return buffer
-
-
-def _payload(traces: TraceStore, group: Group) -> list[bytes]:
-    """Every byte of every segment of a group."""
-    found = []
-    for session_id in group.session_ids:
-        for node in range(traces.length(session_id)):
-            segment = traces.segment(session_id, node)
-            for name in ("token_ids", "labels", "logprobs", "model_steps", "routed_experts"):
-                array = getattr(segment, name)
-                found.append(b"" if array is None else array.tobytes())
-            found.append(segment.text.encode())
-    return found
-
-
-async def _resumed(folder: Path, **options: Any) -> list[tuple[Group, list[bytes]]]:
-    """Groups and payloads of a snapshot, read into a new arena."""
-    with temporary_store("16MiB") as other:
-        buffer = await ReplayBuffer.resume(folder, other, **options)
-        traces = TraceStore(other)
-        found = [(entry.group, _payload(traces, entry.group)) for entry in buffer._index]
-        buffer.check_books()
-        buffer.close()
-    return found
-
-
 async def test_L25_order_statuses_payloads_and_counters_come_back(
     store: Store, traces: TraceStore, tmp_path: Path
 ) -> None:
-    buffer = await _filled(store, traces)
+    buffer = await filled_buffer(store, traces)
     await buffer.put(store_group(traces, "bad", status=Status.FAILED), owner=P)
     await buffer.snapshot(tmp_path / "s")
-    before = [(entry.group, _payload(traces, entry.group)) for entry in buffer._index]
+    before = [(entry.group, payload(traces, entry.group)) for entry in buffer._index]
     with temporary_store("16MiB") as other:
         again = await ReplayBuffer.resume(tmp_path / "s", other)
         assert again.accounts.to_json() == buffer.accounts.to_json()
         assert again.train_step == 4
         again.check_books()
         there = TraceStore(other)
-        assert [(e.group, _payload(there, e.group)) for e in again._index] == before
+        assert [(e.group, payload(there, e.group)) for e in again._index] == before
         taken = await again.take({"math": 3}, train_step=4, owner=L)
         assert [g.uid for g in taken.groups] == ["g1", "g3", "g0"]
         assert taken.report.total.failed_samples == 2  # not yet handed out before the snapshot
@@ -90,7 +55,7 @@ async def test_L25_order_statuses_payloads_and_counters_come_back(
 async def test_L25_a_segment_shared_by_sessions_is_shared_again(
     store: Store, traces: TraceStore, tmp_path: Path
 ) -> None:
-    buffer = await _filled(store, traces, n=1)
+    buffer = await filled_buffer(store, traces, n=1)
     await buffer.snapshot(tmp_path / "s")
     with temporary_store("16MiB") as other:
         again = await ReplayBuffer.resume(tmp_path / "s", other)
@@ -140,7 +105,7 @@ async def test_L25_whatever_a_session_holds_comes_back_to_the_byte(
 async def test_L25_there_is_no_pickle_in_a_snapshot(
     store: Store, traces: TraceStore, tmp_path: Path
 ) -> None:
-    buffer = await _filled(store, traces)
+    buffer = await filled_buffer(store, traces)
     await buffer.snapshot(tmp_path / "s")
     files = [path for path in (tmp_path / "s").rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".arrow"}
@@ -179,17 +144,17 @@ async def test_L25_a_pickle_that_was_smuggled_into_a_snapshot_is_not_loaded(
 async def test_L25_a_format_of_another_version_is_refused_with_both_named(
     store: Store, traces: TraceStore, tmp_path: Path
 ) -> None:
-    buffer = await _filled(store, traces, n=1)
+    buffer = await filled_buffer(store, traces, n=1)
     await buffer.snapshot(tmp_path)
     marker = tmp_path / "snapshot.json"
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": 99}))
     with pytest.raises(SnapshotVersion, match="has format 99; this version reads format 2"):
-        await _resumed(tmp_path)
+        await resumed(tmp_path)
     marker.write_text("{")
     with pytest.raises(SnapshotError, match="is not the JSON of a snapshot"):
-        await _resumed(tmp_path)
+        await resumed(tmp_path)
     with pytest.raises(SnapshotError, match="holds no snapshot"):
-        await _resumed(tmp_path / "nowhere")
+        await resumed(tmp_path / "nowhere")
 
 
 def _reseal(folder: Path) -> None:
@@ -220,7 +185,7 @@ FILES = ["state.json", "sessions.json", "groups.json", "payload-0.arrow", "snaps
 async def test_L25_a_file_with_one_changed_byte_is_refused_by_name(
     store: Store, traces: TraceStore, tmp_path: Path, name: str
 ) -> None:
-    buffer = await _filled(store, traces)
+    buffer = await filled_buffer(store, traces)
     await buffer.snapshot(tmp_path)
     (path,) = tmp_path.rglob(name)
     good = path.read_bytes()
@@ -244,7 +209,7 @@ async def test_L25_a_file_with_one_changed_byte_is_refused_by_name(
 async def test_L25_whole_files_that_do_not_fit_together_are_refused(
     store: Store, traces: TraceStore, tmp_path: Path, name: str, content: str
 ) -> None:
-    buffer = await _filled(store, traces)
+    buffer = await filled_buffer(store, traces)
     await buffer.snapshot(tmp_path)
     (path,) = tmp_path.rglob(name)
     if content == "renamed":
@@ -281,8 +246,8 @@ async def test_L25_order_and_limits_come_back_unless_others_are_given(
 async def test_L24_the_snapshot_is_of_one_moment_while_learner_and_producer_go_on(
     store: Store, traces: TraceStore, tmp_path: Path
 ) -> None:
-    buffer = await _filled(store, traces)
-    before = [(entry.group, _payload(traces, entry.group)) for entry in buffer._index]
+    buffer = await filled_buffer(store, traces)
+    before = [(entry.group, payload(traces, entry.group)) for entry in buffer._index]
     reached, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -298,7 +263,7 @@ async def test_L24_the_snapshot_is_of_one_moment_while_learner_and_producer_go_o
     await buffer.put(store_group(traces, "later"), owner=P)
     go_on.set()
     await writing
-    assert await _resumed(tmp_path / "s") == before
+    assert await resumed(tmp_path / "s") == before
     assert store.sessions.list("snapshot") == []
     assert sorted(store.sessions.list()) == ["g2-0", "g2-1", "later-0", "later-1"]
 
@@ -307,7 +272,7 @@ async def test_a_snapshot_that_is_cancelled_ends_before_anyone_removes_its_folde
     store: Store, traces: TraceStore, tmp_path: Path
 ) -> None:
     """A thread cannot be cancelled: it must not write to a folder that is given up."""
-    buffer = await _filled(store, traces)
+    buffer = await filled_buffer(store, traces)
     reached, go_on = asyncio.Event(), threading.Event()
     loop, steps = asyncio.get_running_loop(), []
 
@@ -325,7 +290,7 @@ async def test_a_snapshot_that_is_cancelled_ends_before_anyone_removes_its_folde
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await writing
-    assert len(await _resumed(tmp_path / "s")) == 4
+    assert len(await resumed(tmp_path / "s")) == 4
     assert store.sessions.list("snapshot") == []
 
 
@@ -346,7 +311,7 @@ def _arena_objects(store: Store) -> int:
 async def test_L24_freezing_copies_nothing(
     store: Store, traces: TraceStore, tmp_path: Path
 ) -> None:
-    buffer = await _filled(store, traces)
+    buffer = await filled_buffer(store, traces)
     used, objects = store.stats().used, _arena_objects(store)
     frozen = buffer.freeze()
     assert (store.stats().used, _arena_objects(store)) == (used, objects)
@@ -357,128 +322,12 @@ async def test_L24_freezing_copies_nothing(
 async def test_a_group_taken_but_not_trained_is_part_of_the_snapshot(
     store: Store, traces: TraceStore, tmp_path: Path
 ) -> None:
-    buffer = await _filled(store, traces)
+    buffer = await filled_buffer(store, traces)
     batch = await buffer.take({"math": 2}, train_step=4, owner=L)
     await buffer.snapshot(tmp_path)
-    uids = [group.uid for group, _ in await _resumed(tmp_path)]
+    uids = [group.uid for group, _ in await resumed(tmp_path)]
     assert uids == ["g0", "g1", "g2", "g3"]
     traces.release(batch.session_ids, owner=L)
-
-
-def _all_steps(tmp_path: Path) -> list[str]:
-    """The names of all steps of one write, in order."""
-
-    async def main() -> list[str]:
-        steps: list[str] = []
-        with temporary_store("16MiB") as store:
-            buffer = await _filled(store, TraceStore(store), 2)
-            await snapshot.write(buffer.freeze(), tmp_path / "probe", steps.append)
-            buffer.close()
-        return steps
-
-    return asyncio.run(main())
-
-
-def _write_and_die(state: dict[str, Any], folder: str, n_groups: int, die_at: int) -> None:
-    """In a process of its own: fill a buffer and be killed at a step of writing it."""
-    from tests.trainer.lifecycle import test_snapshot as here
-
-    steps = 0
-
-    def hook(_: str) -> None:
-        nonlocal steps
-        if steps == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        steps += 1
-
-    async def main() -> None:
-        with here.temporary_store("16MiB") as store:
-            buffer = await here._filled(store, here.TraceStore(store), n_groups)
-            await here.snapshot.write(buffer.freeze(), here.Path(folder), hook)
-            buffer.close()
-
-    here.asyncio.run(main())
-
-
-def _forked(run: Callable[..., None], *args: Any) -> int:
-    """Run in a child of the puppet, which has opened no arena itself; -> how the child ended."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            run(*args)
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _fork_and_write(state: dict[str, Any], folder: str, n_groups: int, die_at: int) -> int:
-    from tests.trainer.lifecycle import test_snapshot as here
-
-    return here._forked(here._write_and_die, {}, folder, n_groups, die_at)
-
-
-def _fork_and_resume(state: dict[str, Any], folder: str, found: str) -> int:
-    from tests.trainer.lifecycle import test_snapshot as here
-
-    return here._forked(here._resume_and_tell, here.Path(folder), here.Path(found))
-
-
-def _resume_and_tell(folder: Path, found: Path) -> None:
-    """Resume into a new arena, and write down what came back."""
-    groups = asyncio.run(_resumed(folder))
-    told = [[group.uid, [one.hex() for one in payload]] for group, payload in groups]
-    found.write_text(json.dumps(told))
-
-
-def test_L24_after_a_kill_at_any_step_the_old_snapshot_is_whole_or_the_new_one_is(
-    tmp_path: Path,
-) -> None:
-    """Killed in one process, resumed in another, which has never seen the arena."""
-    steps = _all_steps(tmp_path)
-    assert steps[0] == "make folder"
-    assert steps[-1] == "remove older"
-    assert len(steps) > 20
-    wanted = {}
-    for n_groups in (1, 2):
-        _write_and_die({}, str(tmp_path / f"whole-{n_groups}"), n_groups, -1)
-    told = tmp_path / "told"
-    with Puppet() as puppet:
-
-        def resumed(folder: Path) -> Any:
-            assert puppet.call(_fork_and_resume, str(folder), str(told)) == 0
-            return json.loads(told.read_text())
-
-        for n_groups, uids in ((1, ["g0"]), (2, ["g0", "g1"])):
-            wanted[n_groups] = resumed(tmp_path / f"whole-{n_groups}")
-            assert [uid for uid, _ in wanted[n_groups]] == uids
-        for die_at, step in enumerate(steps):
-            folder = tmp_path / f"copy-{die_at}"
-            _copy(tmp_path / "whole-1", folder)
-            ended = puppet.call(_fork_and_write, str(folder), 2, die_at)
-            assert ended == -signal.SIGKILL
-            is_new = die_at > steps.index("replace marker")
-            assert resumed(folder) == wanted[2 if is_new else 1], step
-            _write_and_die({}, str(folder), 2, -1)  # the next writer clears away what is left
-            assert len(list(folder.iterdir())) == 2
-    _sweep_arenas()
-
-
-def _copy(source: Path, target: Path) -> None:
-    for path in source.rglob("*"):
-        if path.is_file():
-            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
-            (target / path.relative_to(source)).write_bytes(path.read_bytes())
-
-
-def _sweep_arenas() -> None:
-    """Arenas of killed puppets are debris; remove exactly those."""
-    for name in Store.list():
-        if name.startswith("test-"):
-            pid = int(name.split("-")[1])
-            if not Path(f"/proc/{pid}").exists():
-                Store.unlink(name)
 
 
 def test_L24_a_whole_desk_resumes_with_sampler_steps_and_books(

@@ -252,13 +252,17 @@ class PendingGroup:
     async def _score(self, conversation: Conversation) -> tuple[float | None, str | None]:
         """Ask the judge; -> reward and error: a time-out or a reward that is no number is one."""
         limit_s = self._config.judge_timeout_s
+        limit: asyncio.Timeout | None = None
         try:
-            async with asyncio.timeout(limit_s) as limit:
-                return await self._apart(lambda: self._judge(conversation)), None
+            verdict = asked = self._asked(conversation)
+            if isinstance(asked, Coroutine):
+                async with asyncio.timeout(limit_s) as limit:
+                    verdict = await self._apart(lambda: asked)
+            return _finite(verdict), None
         except TimeoutError as error:
-            return None, f"the judge took more than {limit_s} s" if limit.expired() else _text_of(
-                error
-            )
+            if limit is not None and limit.expired():
+                return None, f"the judge took more than {limit_s} s"
+            return None, _text_of(error)
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
@@ -267,14 +271,15 @@ class PendingGroup:
         except (Exception, BaseExceptionGroup) as error:
             return None, _text_of(error)
 
-    async def _judge(self, conversation: Conversation) -> float:
+    def _asked(self, conversation: Conversation) -> float | Coroutine[Any, Any, float]:
+        """The verdict of a plain judge, or what has yet to be run to have one."""
         trace = None
         if self._parts.judge_reads_trace:
             trace = self._parts.traces.export(conversation.id, node=conversation.node)
-        reward = await self._parts.judge.score(self.work.prompt, conversation.text, trace)
-        if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-            raise JudgeError(f"the judge returned {reward!r}; a finite number is needed")
-        return float(reward)
+        try:
+            return self._parts.judge.score(self.work.prompt, conversation.text, trace)
+        except SystemExit as error:
+            raise _exited(error) from error
 
     async def _apart(self, user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Await user code in a task of its own, so that a cancellation that comes out of it is not
@@ -316,7 +321,7 @@ async def _guarded(user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         return await user_code()
     except SystemExit as error:
-        raise RolloutError(f"user code called sys.exit({error})") from error
+        raise _exited(error) from error
 
 
 async def _stop(conversation: Conversation) -> None:
@@ -332,6 +337,17 @@ def _forget(task: asyncio.Task[Any]) -> None:
     _abandoned.discard(task)
     if not task.cancelled():
         task.exception()
+
+
+def _exited(error: SystemExit) -> RolloutError:
+    """For user code that calls sys.exit, which would end the process."""
+    return RolloutError(f"user code called sys.exit({error})")
+
+
+def _finite(verdict: object) -> float:
+    if isinstance(verdict, bool) or not isinstance(verdict, Real) or not math.isfinite(verdict):
+        raise JudgeError(f"the judge returned {verdict!r}; a finite number is needed")
+    return float(verdict)
 
 
 def _is_cancelled() -> bool:

@@ -101,6 +101,17 @@ class _Raises:
         return self.error  # type: ignore[return-value]
 
 
+class _RaisesAtOnce(_Raises):
+    """The same as a plain function."""
+
+    def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:  # type: ignore[override]
+        if not self._next():
+            return float(self.calls)
+        if isinstance(self.error, BaseException):
+            raise self.error
+        return self.error  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -120,6 +131,11 @@ class _Raises:
         ({"judge": _Raises("ten points")}, "JudgeError: the judge returned 'ten points'"),
         ({"judge": _Raises(True)}, "JudgeError: the judge returned True"),
         ({"judge": _Raises(None)}, "the judge took more than 60.0 s"),
+        ({"judge": _Raises(TimeoutError("mine"))}, "TimeoutError: mine"),
+        ({"judge": _RaisesAtOnce(asyncio.CancelledError())}, "CancelledError: user code let a"),
+        ({"judge": _RaisesAtOnce(SystemExit(3))}, "RolloutError: user code called sys.exit(3)"),
+        ({"judge": _RaisesAtOnce(TimeoutError("mine"))}, "TimeoutError: mine"),
+        ({"judge": _RaisesAtOnce("ten points")}, "JudgeError: the judge returned 'ten points'"),
     ],
 )
 def test_L13_an_error_fails_one_rollout_and_never_the_producer(

@@ -18,6 +18,7 @@ from tests.trainer.lifecycle.kit import (
 from trainer.engine.protocol import WeightsVersion
 from trainer.engine.scripted import Script, ScriptedEngine
 from trainer.environment import RolloutAborted, Session
+from trainer.errors import EngineError
 from trainer.rollout import Prompt, Status, Trace
 from trainer.testing import run_virtual
 
@@ -192,7 +193,7 @@ class _CannotAbort(ScriptedEngine):
 
     async def abort(self, request_ids: Any = None) -> int:
         self.aborts += 1
-        raise TimeoutError("no answer from the engine")
+        raise EngineError("no answer from the engine")
 
 
 def test_L13_an_engine_that_fails_at_an_abort_costs_rollouts_and_not_the_producer(

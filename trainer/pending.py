@@ -129,12 +129,12 @@ class PendingGroup:
         ]
         for one in ids:
             self._parts.traces.open(one, owner=self._owner)
-        self.rollouts = tuple(
-            Rollout(
-                session_id=one, prompt_uid=work.prompt.uid, task=work.task, attempt=work.attempt
+            # One by one: what was opened before an error can then be released.
+            self.rollouts += (
+                Rollout(
+                    session_id=one, prompt_uid=work.prompt.uid, task=work.task, attempt=work.attempt
+                ),
             )
-            for one in ids
-        )
 
     async def produce(self) -> Group:
         """Run what is missing, score each as it ends, then filter; -> the group with its status."""

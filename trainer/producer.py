@@ -100,17 +100,19 @@ class Producer:
         and what was drawn and not begun goes out again. Raises what made going on impossible (the
         desk or the sessions are gone).
         """
+        cancelled = False
         try:
             while not self._stopped:
                 free = await self._wait_for_slots()
                 for work in await self._draw(free):
                     self._start(work)
         except asyncio.CancelledError:
-            await self._cancel_groups()
-            await self._dispatcher.give_back(self.owner)
+            cancelled = True
             raise
         finally:
             await self._cancel_groups()
+            if cancelled:
+                await self._dispatcher.give_back(self.owner)
 
     async def pause(self, timeout_s: float, drain: bool = False) -> PauseReport:
         """Stop new work and end what is pending; never loses a rollout, never hangs (L21).

@@ -11,9 +11,9 @@ Protocols only; implementations are in `trainer.environments` and `trainer.judge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,11 +107,14 @@ class Environment(Protocol):
 class Judge(Protocol):
     """Scores a finished rollout."""
 
-    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
-        """A finite reward for what the policy answered.
+    def score(
+        self, prompt: Prompt, text: str, trace: Trace | None
+    ) -> float | Coroutine[Any, Any, float]:
+        """A finite reward for what the policy answered; an `async def`, or a plain function.
 
         `text`: all that it sampled; `trace`: every token, when `ProducerParts.judge_reads_trace`.
 
-        May raise `JudgeError`; the producer adds the time limit.
+        May raise `JudgeError`; the producer adds the time limit. A plain function answers at once:
+        the producer's loop stands still meanwhile, so it can have no limit, and needs no task.
         """
         ...

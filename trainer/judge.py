@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from trainer.config import JudgeConfig, TaskConfig
@@ -28,8 +28,10 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 class TaskJudge(Protocol):
     """What the producer asks; also the shape of a judge that a library user passes in."""
 
-    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
-        """The reward. Raises `JudgeError`."""
+    def score(
+        self, prompt: Prompt, text: str, trace: Trace | None
+    ) -> float | Coroutine[Any, Any, float]:
+        """The reward; see `trainer.environment.Judge`. Raises `JudgeError`."""
         ...
 
     async def aclose(self) -> None:
@@ -101,7 +103,7 @@ class _Inline:
     def __init__(self, score: Callable[[Prompt, str], float]) -> None:
         self._score = score
 
-    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
+    def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
         return finite(self._score(prompt, text), "the judge")
 
     async def aclose(self) -> None:

@@ -9,6 +9,7 @@ producer's loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
@@ -28,6 +29,8 @@ from trainer.work import Work
 __all__ = ["PendingGroup", "ProducerConfig", "ProducerParts", "session_id"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("trainer")
 
 #: Ids of sessions have at most this many bytes of UTF-8.
 SESSION_ID_BYTES_MAX = 63
@@ -126,12 +129,12 @@ class PendingGroup:
         ]
         for one in ids:
             self._parts.traces.open(one, owner=self._owner)
-        self.rollouts = tuple(
-            Rollout(
-                session_id=one, prompt_uid=work.prompt.uid, task=work.task, attempt=work.attempt
+            # One by one: what was opened before an error can then be released.
+            self.rollouts += (
+                Rollout(
+                    session_id=one, prompt_uid=work.prompt.uid, task=work.task, attempt=work.attempt
+                ),
             )
-            for one in ids
-        )
 
     async def produce(self) -> Group:
         """Run what is missing, score each as it ends, then filter; -> the group with its status."""
@@ -193,7 +196,7 @@ class PendingGroup:
 
         def stop_softly() -> None:
             nonlocal stopper
-            stopper = loop.create_task(conversation.stop())
+            stopper = loop.create_task(_stop(conversation))
 
         timer = None if soft_s is None else loop.call_later(soft_s, stop_softly)
         hard_s = None if soft_s is None else soft_s + self._config.grace_s
@@ -222,8 +225,9 @@ class PendingGroup:
             conversation.close()
             if timer is not None:
                 timer.cancel()
-            if stopper is not None:
-                await stopper
+            if stopper is not None:  # nothing is left to be stopped
+                stopper.cancel()
+                await asyncio.wait((stopper,))
         if conversation.aborted:
             return Status.ABORTED, None
         if not conversation.has_sampled:
@@ -248,13 +252,17 @@ class PendingGroup:
     async def _score(self, conversation: Conversation) -> tuple[float | None, str | None]:
         """Ask the judge; -> reward and error: a time-out or a reward that is no number is one."""
         limit_s = self._config.judge_timeout_s
+        limit: asyncio.Timeout | None = None
         try:
-            async with asyncio.timeout(limit_s) as limit:
-                return await self._apart(lambda: self._judge(conversation)), None
+            verdict = asked = self._asked(conversation)
+            if isinstance(asked, Coroutine):
+                async with asyncio.timeout(limit_s) as limit:
+                    verdict = await self._apart(lambda: asked)
+            return _finite(verdict), None
         except TimeoutError as error:
-            return None, f"the judge took more than {limit_s} s" if limit.expired() else _text_of(
-                error
-            )
+            if limit is not None and limit.expired():
+                return None, f"the judge took more than {limit_s} s"
+            return None, _text_of(error)
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
@@ -263,14 +271,15 @@ class PendingGroup:
         except (Exception, BaseExceptionGroup) as error:
             return None, _text_of(error)
 
-    async def _judge(self, conversation: Conversation) -> float:
+    def _asked(self, conversation: Conversation) -> float | Coroutine[Any, Any, float]:
+        """The verdict of a plain judge, or what has yet to be run to have one."""
         trace = None
         if self._parts.judge_reads_trace:
             trace = self._parts.traces.export(conversation.id, node=conversation.node)
-        reward = await self._parts.judge.score(self.work.prompt, conversation.text, trace)
-        if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-            raise JudgeError(f"the judge returned {reward!r}; a finite number is needed")
-        return float(reward)
+        try:
+            return self._parts.judge.score(self.work.prompt, conversation.text, trace)
+        except SystemExit as error:
+            raise _exited(error) from error
 
     async def _apart(self, user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Await user code in a task of its own, so that a cancellation that comes out of it is not
@@ -312,7 +321,15 @@ async def _guarded(user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         return await user_code()
     except SystemExit as error:
-        raise RolloutError(f"user code called sys.exit({error})") from error
+        raise _exited(error) from error
+
+
+async def _stop(conversation: Conversation) -> None:
+    """At its soft limit; an engine that fails at this leaves it to the hard one (L13)."""
+    try:
+        await conversation.stop()
+    except Exception as error:
+        _log.warning("the engine did not abort %s: %s", conversation.id, _text_of(error))
 
 
 def _forget(task: asyncio.Task[Any]) -> None:
@@ -320,6 +337,17 @@ def _forget(task: asyncio.Task[Any]) -> None:
     _abandoned.discard(task)
     if not task.cancelled():
         task.exception()
+
+
+def _exited(error: SystemExit) -> RolloutError:
+    """For user code that calls sys.exit, which would end the process."""
+    return RolloutError(f"user code called sys.exit({error})")
+
+
+def _finite(verdict: object) -> float:
+    if isinstance(verdict, bool) or not isinstance(verdict, Real) or not math.isfinite(verdict):
+        raise JudgeError(f"the judge returned {verdict!r}; a finite number is needed")
+    return float(verdict)
 
 
 def _is_cancelled() -> bool:

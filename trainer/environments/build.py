@@ -7,7 +7,7 @@ Called in the producer process, and in tests without one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from trainer.config.schema import EnvironmentConfig, TaskConfig
@@ -45,15 +45,18 @@ class ByTask:
         self._limits_s = {task.name: task.environment.timeout_s for task in tasks}
         self._judges: Mapping[str, TaskJudge] = {task.name: build_judge(task) for task in tasks}
 
-    async def run(self, session: Session, prompt: Prompt) -> None:
+    def run(self, session: Session, prompt: Prompt) -> Coroutine[Any, Any, None]:
         """Runs the task's environment within its limit; a foreign error becomes a ToolError."""
         environment = self._environments[prompt.task]
         if isinstance(environment, SingleTurn):
             # One generation, which the engine ends: a timer for each of thousands would cost more
             # than it could ever save.
-            await environment.run(session, prompt)
-            return
-        limit_s = self._limits_s[prompt.task]
+            return environment.run(session, prompt)
+        return self._run_within(self._limits_s[prompt.task], environment, session, prompt)
+
+    async def _run_within(
+        self, limit_s: float, environment: Environment, session: Session, prompt: Prompt
+    ) -> None:
         try:
             async with asyncio.timeout(limit_s) as scope:
                 await environment.run(session, prompt)
@@ -62,9 +65,11 @@ class ByTask:
                 raise ToolError(f"rollout took longer than {limit_s:g} s") from error
             raise ToolError(f"environment of task {prompt.task}: {error!r}") from error
 
-    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
+    def score(
+        self, prompt: Prompt, text: str, trace: Trace | None
+    ) -> float | Coroutine[Any, Any, float]:
         """The verdict of the task's judge."""
-        return await self._judges[prompt.task].score(prompt, text, trace)
+        return self._judges[prompt.task].score(prompt, text, trace)
 
     async def aclose(self) -> None:
         """Ends what environments and judges started."""

@@ -10,20 +10,26 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from shmstore import Store
 from trainer.dispatch import Dispatcher
-from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine
+from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine, routing_of
 from trainer.environment import Environment, Judge, Session
 from trainer.expiry import Expiry
 from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import Producer
 from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
-from trainer.rollout import Batch, Prompt, Status, Trace
+from trainer.rollout import IGNORE_LABEL, Batch, Prompt, Rollout, Status, Trace
 from trainer.staleness import StalenessBudget
 from trainer.testing import store_group
 from trainer.trace import TraceStore
 from trainer.work import DispatchConfig
+
+SLOW = Script(token_s=1.0, tokens_min=6, tokens_max=6)
+#: Far ahead of the learner.
+WIDE = {"batch_groups": 2, "budget": StalenessBudget(max_staleness=5)}
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ async def desk(
     store: Store,
     *,
     script: Script | None = None,
+    engine: ScriptedEngine | None = None,
     environment: Environment | None = None,
     judge: Judge | None = None,
     sources: dict[str, Questions] | None = None,
@@ -127,7 +134,7 @@ async def desk(
     dispatcher = Dispatcher(
         buffer, sampler, DispatchConfig(**dispatch), TaskMix(weights or dict.fromkeys(sources, 1))
     )
-    engine = ScriptedEngine(script or Script(token_s=0.1))
+    engine = engine or ScriptedEngine(script or Script(token_s=0.1))
     traces = TraceStore(store)
     parts = ProducerParts(
         engine, traces, ByteTokenizer(), environment or OneTurn(), judge or CountingJudge()
@@ -156,3 +163,24 @@ async def filled_buffer(store: Store, traces: TraceStore, n: int = 4) -> ReplayB
         group = store_group(traces, f"g{i}", model_step=3 - i % 2, status=status)
         await buffer.put(group, owner="producer-0", train_step=4)
     return buffer
+
+
+def check_trace(made: Desk, rollout: Rollout) -> Trace:
+    """Every row of routing is that of its token at its place, whatever stops and goes produced
+    it.
+    """
+    (leaf,) = rollout.leaves
+    trace = made.traces.export(rollout.session_id, node=leaf)
+    assert trace.routed_experts is not None
+    wanted = routing_of(made.engine.script, trace.token_ids)
+    np.testing.assert_array_equal(trace.routed_experts[:-1], wanted[:-1])
+    sampled = trace.labels != IGNORE_LABEL
+    assert (trace.labels[sampled] == trace.token_ids[sampled]).all()
+    assert (trace.model_steps >= 0).tolist() == sampled.tolist()
+    assert (trace.logprobs != 0).tolist() == sampled.tolist()
+    assert (trace.model_steps[sampled].min(), trace.model_steps[sampled].max()) == (
+        rollout.model_step_min,
+        rollout.model_step_max,
+    )
+    assert len(trace) == rollout.n_tokens
+    return trace

@@ -150,10 +150,10 @@ async def test_each_prompt_meets_the_judge_of_its_task() -> None:
     )
     words = Prompt(uid="1", task="words", text="?", answer="3")
     sums = Prompt(uid="2", task="sums", text="?", answer="3")
-    assert await parts.score(words, "3.0", None) == 0.0
-    assert await parts.score(sums, "3.0", None) == 1.0
+    assert parts.score(words, "3.0", None) == 0.0
+    assert parts.score(sums, "3.0", None) == 1.0
     with pytest.raises(JudgeError):
-        await parts.score(Prompt(uid="3", task="sums", text="?", answer="x"), "3", None)
+        parts.score(Prompt(uid="3", task="sums", text="?", answer="x"), "3", None)
     await parts.aclose()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def prompt(answer: object) -> Prompt:
 async def verdict(judge: JudgeConfig, answer: object, text: str) -> float:
     made = build_judge(task(judge))
     try:
-        return await made.score(prompt(answer), text, None)
+        given = made.score(prompt(answer), text, None)
+        return await given if isinstance(given, Coroutine) else given
     finally:
         await made.aclose()
 
@@ -100,7 +102,7 @@ async def test_format_reward_pays_the_right_digits_in_a_wrong_order() -> None:
             source=SourceConfig(dataset="number_sorting", render="compact_sorting"),
         )
     )
-    scores = [await made.score(prompt("0247"), text, None) for text in ("0247", "7240", "024")]
+    scores = [made.score(prompt("0247"), text, None) for text in ("0247", "7240", "024")]
     assert scores == [1.0, 0.1, 0.0]
 
 

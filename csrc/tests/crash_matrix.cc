@@ -23,6 +23,9 @@ using namespace shmrl::test;
 
 namespace {
 
+// Of this process alone: `shmrl doctor` beside it audits, and so sweeps, all arenas in /dev/shm.
+std::string g_folder;
+
 struct World {
   std::string name;
   std::unique_ptr<Store> store;
@@ -43,6 +46,12 @@ struct World {
     pins.push_back(std::move(view));
   }
 };
+
+std::unique_ptr<Store> join(const World& w) {
+  AttachOptions options;
+  options.directory = g_folder;
+  return attach(w.name, options);
+}
 
 struct Scenario {
   std::string name;
@@ -111,6 +120,7 @@ World make_world(const Scenario& scenario) {
   w.options.max_objects = 64;
   w.options.max_sessions = 16;
   w.options.max_owners = 16;
+  w.options.directory = g_folder;
   w.store = create(w.name, w.options);
   for (const char* id : {"a", "b", "c"}) OK(w.store->open(id, "src"));
   OK(w.store->open("d", "other"));
@@ -249,7 +259,7 @@ std::vector<Scenario> scenarios() {
   add(
       "unbind", [](World& w) { OK(w.store->bind("src", "other")); },
       [](World& w) { OK(w.store->unbind("src")); });
-  add("join", [](World& w) { w.store->close(); }, [](World& w) { w.store = attach(w.name); });
+  add("join", [](World& w) { w.store->close(); }, [](World& w) { w.store = join(w); });
   add(
       "leave",
       [](World& w) {
@@ -276,7 +286,7 @@ std::vector<Scenario> scenarios() {
   auto leave_a_corpse = [](World& w) {
     // Another client that dies with holds, views, a draft, a session of its own and an inheritance.
     EXPECT(was_killed(wait_for(start([&] {
-      auto store = attach(w.name);
+      auto store = join(w);
       std::vector<Hold> holds;
       for (int i = 0; i < 5; ++i) holds.push_back(put(*store, 1000, i));
       Pin view, other;
@@ -378,7 +388,7 @@ class Matrix {
       mine.name = w.name;
       mine.refs = w.refs;
       mine.options = w.options;
-      mine.store = attach(w.name);
+      mine.store = join(w);
       current_->prepare(mine);
       if (!skip) {
         crash::arm(n);
@@ -395,7 +405,7 @@ class Matrix {
     if (m > 0) {
       int const repair = wait_for(start([&] {
         crash::arm(m);
-        auto store = attach(w.name);
+        auto store = join(w);
         SweepReport report;
         OK(store->sweep(report));
         crash::arm(0);
@@ -405,7 +415,7 @@ class Matrix {
     }
     Pipe seen;
     EXPECT(exited_well(wait_for(start([&] {
-      auto store = attach(w.name);
+      auto store = join(w);
       EXPECT_SOUND(*store);
       seen.send_text(describe(*store, w.refs));
       store->close();
@@ -432,7 +442,7 @@ class Matrix {
       fail_at(__FILE__, __LINE__,
               current_->name + ": " + std::to_string(stats.used) +
                   " bytes leaked after a kill at store " + std::to_string(n));
-    OK(Store::unlink(w.name));
+    OK(Store::unlink(w.name, g_folder));
     return outcome;
   }
 
@@ -449,13 +459,14 @@ bool crash_create_and_unlink(bool unlink, std::uint64_t sample) {
   for (std::uint64_t n = 1;; n += sample == 0 ? 1 : 7) {
     std::string const name = unique_name("birth");
     Options options;
+    options.directory = g_folder;
     options.capacity = kCapacityMin;
     int const status = wait_for(start([&] {
       if (!unlink) crash::arm(n);
       auto store = create(name, options);
       store->close();
       if (unlink) crash::arm(n);
-      OK(Store::unlink(name));
+      OK(Store::unlink(name, g_folder));
     }));
     if (!was_killed(status)) {
       EXPECT(exited_well(status));
@@ -467,9 +478,9 @@ bool crash_create_and_unlink(bool unlink, std::uint64_t sample) {
     put(*store, 1000, 1).reset();
     EXPECT_SOUND(*store);
     store->close();
-    OK(Store::unlink(name));
+    OK(Store::unlink(name, g_folder));
     std::vector<ArenaInfo> all;
-    OK(Store::list(all));
+    OK(Store::list(all, g_folder));
     for (const ArenaInfo& info : all) EXPECT(info.path.find(name) == std::string::npos);
   }
   std::printf("%-20s %6" PRIu64 " kills\n", unlink ? "unlink" : "create", kills);
@@ -499,6 +510,9 @@ int main(int argc, char** argv) {
       return 2;
     }
   }
+  char folder[] = "/dev/shm/crash-XXXXXX";
+  EXPECT(::mkdtemp(folder) != nullptr);
+  g_folder = folder;
   Matrix matrix(sample, quiet);
   bool good = true;
   auto wanted = [&only](const std::string& name) {
@@ -508,6 +522,7 @@ int main(int argc, char** argv) {
     if (wanted(scenario.name)) good = matrix.run(scenario) && good;
   if (wanted("create")) good = crash_create_and_unlink(false, sample) && good;
   if (wanted("unlink")) good = crash_create_and_unlink(true, sample) && good;
+  EXPECT(::rmdir(folder) == 0);  // and so empty
   std::printf("%" PRIu64 " kills, %s\n", matrix.total(), good ? "all sound" : "FAILED");
   return good ? 0 : 1;
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
@@ -251,7 +251,7 @@ class PendingGroup:
         limit: asyncio.Timeout | None = None
         try:
             verdict = asked = self._asked(conversation)
-            if isinstance(asked, Coroutine):
+            if isinstance(asked, Awaitable):
                 async with asyncio.timeout(limit_s) as limit:
                     verdict = await self._apart(lambda: asked)
             return _finite(verdict), None
@@ -267,7 +267,7 @@ class PendingGroup:
         except (Exception, BaseExceptionGroup) as error:
             return None, _text_of(error)
 
-    def _asked(self, conversation: Conversation) -> float | Coroutine[Any, Any, float]:
+    def _asked(self, conversation: Conversation) -> float | Awaitable[float]:
         """The verdict of a plain judge, or what has yet to be run to have one."""
         trace = None
         if self._parts.judge_reads_trace:
@@ -277,7 +277,7 @@ class PendingGroup:
         except SystemExit as error:
             raise _exited(error) from error
 
-    async def _apart(self, user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _apart(self, user_code: Callable[[], Awaitable[T]]) -> T:
         """Await user code in a task of its own, so that a cancellation that comes out of it is not
         taken for one of ours: a task group inside it leaves marks on the task in which it is.
 
@@ -312,7 +312,7 @@ def session_id(run_name: str, group_uid: str, k: int, attempt: int) -> str:
     return found
 
 
-async def _guarded(user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
+async def _guarded(user_code: Callable[[], Awaitable[T]]) -> T:
     """User code without the one exception that would end the process."""
     try:
         return await user_code()

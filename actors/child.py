@@ -44,7 +44,10 @@ def warm_up(preload: list[str]) -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("uvloop")
     for name in preload:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whoever needs it imports it again, and its owner hears why not
+            print(f"actors: could not be preloaded: {name}: {error!r}", file=sys.stderr)
 
 
 def main(request: dict[str, Any], fds: list[int]) -> int:

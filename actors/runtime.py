@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -40,8 +40,11 @@ class Runtime(Client):
     `store`: a capacity ("4GiB": an arena of the run's name is made, and removed at the end), or a
     `shmstore.Store` of your own. `gpus`: device numbers or a count (default: found in /proc).
     `cpus`: cores that may be handed out. `transport`: between actors, Unix sockets, or ZeroMQ with
-    CURVE over tcp on the loopback. `tracing`: OpenTelemetry spans around calls. `log_dir`: one file
-    an actor. `metrics_port`: Prometheus text over HTTP on this machine's loopback.
+    CURVE over tcp on the loopback. `preload`: modules that are imported once, in the template, so
+    that each actor starts with them, also after a death; their import may start no thread and touch
+    no device. `env`: variables that all actors start with, set before those imports. `tracing`:
+    OpenTelemetry spans around calls. `log_dir`: one file an actor. `metrics_port`: Prometheus text
+    over HTTP on this machine's loopback.
     `on_escalation`: called when an actor of the driver has died too often. Times in seconds.
     """
 
@@ -59,6 +62,8 @@ class Runtime(Client):
         stop_timeout: float = STOP_TIMEOUT_S,
         transport: Literal["unix", "tcp"] = "unix",
         tracing: bool = False,
+        preload: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
         on_escalation: Callable[[Event], None] | None = None,
     ) -> None:
         if in_flight_max < 1:
@@ -77,6 +82,8 @@ class Runtime(Client):
         if transport not in ("unix", "tcp"):
             raise UsageError(f'transport is "unix" or "tcp", got {transport!r}')
         self._transport = transport
+        self._preload = (*(["shmstore"] if store is not None else []), *preload)
+        self._env = dict(env or {})
         self._tracing = Tracing() if tracing else None
         self._stop_timeout_s = stop_timeout
         self._on_escalation = on_escalation
@@ -143,8 +150,7 @@ class Runtime(Client):
 
     def _make_spawner(self, loop: asyncio.AbstractEventLoop) -> Spawner:
         """What starts processes; `actors.testing` has another."""
-        preload = ["shmstore"] if self._store_option is not None else []
-        return Spawner(loop, self._on_exit, preload)
+        return Spawner(loop, self._on_exit, self._preload, self._env)
 
     def _open_store(self) -> Any:
         option = self._store_option

@@ -15,7 +15,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .errors import SpawnFailed, TemplateDied, UsageError
@@ -28,17 +28,23 @@ _EXIT_WAIT_S = 5.0
 
 
 class Spawner:
-    """Forks actors through a template process; started on first use, and again if it dies."""
+    """Forks actors through a template process; started on first use, and again if it dies.
+
+    `preload`: modules that the template imports; `env`: variables that it, and so each actor,
+    starts with besides the driver's.
+    """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         on_exit: Callable[[int, int | None], None],
-        preload: list[str],
+        preload: Sequence[str],
+        env: Mapping[str, str],
     ) -> None:
         self._loop = loop
         self._on_exit = on_exit
-        self._preload = preload
+        self._preload = list(preload)
+        self._env = dict(env)
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._tickets = itertools.count(1)
@@ -52,8 +58,8 @@ class Spawner:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             program = (
-                f"import sys; sys.path[:] = {sys.path!r}; from actors.template import main;"
-                f" main({theirs.fileno()}, {self._preload!r})"
+                f"import os, sys; os.environ.update({self._env!r}); sys.path[:] = {sys.path!r};"
+                f" from actors.template import main; main({theirs.fileno()}, {self._preload!r})"
             )
             self._process = subprocess.Popen(
                 [sys.executable, *_interpreter_flags(), "-c", program],
@@ -179,6 +185,8 @@ class Spawner:
             return
         process, sock = self._process, self._sock
         self._process = None
+        if not self._pids:  # nothing to take along; it may be in the middle of a long import
+            process.kill()
         pidfd = os.pidfd_open(process.pid)
         ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(pidfd, _set, ended)

@@ -395,6 +395,8 @@ class Supervisor:
     async def kill(self, uid: int) -> None:
         """SIGKILL; returns when the process is gone. No restart."""
         record = self.find(uid)
+        if not record.alive:
+            return
         record.final = True
         if record.hosted:
             self._bury(record, "died")

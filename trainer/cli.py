@@ -15,6 +15,7 @@ import json
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -194,6 +195,7 @@ def _fit(folder: object, options: argparse.Namespace, *, resume: bool) -> int:
 
     assert isinstance(folder, RunFolder)
     summary = run_blocking(folder, resume=resume, quiet=options.quiet, gpus=_gpus())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes too late changes nothing
     if options.json:
         _tell(json.dumps(summary.to_json()))
     if summary.error:

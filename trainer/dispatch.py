@@ -313,7 +313,12 @@ class Dispatcher:
         self._notice_ends_of_data()
         works: list[Work] = []
         while len(works) < n:
-            work = self._draw_one(owner)
+            try:
+                work = self._draw_one(owner)
+            except Exception:
+                if works:
+                    break  # these are in production now; the next draw raises it again
+                raise
             if work is None:
                 break
             self._in_production[work.uid] = (work, owner)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any, TypeVar
 
 import actors
 from shmstore import Store, StoreError
@@ -51,6 +52,8 @@ from trainer.run.watchdog import Watchdog
 from trainer.run.wiring import PRODUCER_OWNER, Parts, open_parts
 from trainer.staleness import StalenessBudget
 
+T = TypeVar("T")
+
 __all__ = ["fit", "open_arena", "open_sources", "run_blocking"]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -64,15 +67,19 @@ way.
 def run_blocking(
     folder: RunFolder, *, resume: bool, quiet: bool = False, gpus: Sequence[str] | None = None
 ) -> Summary:
-    """Runs a run on a loop of its own. Ctrl-C once ends it in order, twice at once.
+    """Runs a run on a loop of its own. Ctrl-C once ends it in order, twice at once; what comes
+    after the end, while the loop is taken down, is ignored.
 
     gpus: what CUDA calls the devices that the run may use; None: those of the machine.
     """
     display = make_display(table_rows=folder.config().metrics.table_rows, quiet=quiet)
+    before = {number: signal.getsignal(number) for number in _STOPPING}
     try:
         return actors.run(_with_signals(folder, resume, display, gpus))
     finally:
         display.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def _with_signals(
@@ -84,11 +91,16 @@ async def _with_signals(
     loop = asyncio.get_running_loop()
 
     def interrupt(name: str) -> None:
-        if stop.is_set():
+        if task.cancelling():
+            display.note(
+                f"{name}: it is ending; what the arena and the processes hold is let go of"
+            )
+        elif stop.is_set():
             task.cancel()
-            return
-        display.note(f"{name}: ends after the step under way, if any; once more ends it at once")
-        stop.set()
+        else:
+            told = "ends after the step under way, if any; once more ends it at once"
+            display.note(f"{name}: {told}")
+            stop.set()
 
     for number in _STOPPING:
         loop.add_signal_handler(number, interrupt, number.name)
@@ -97,6 +109,7 @@ async def _with_signals(
     finally:
         for number in _STOPPING:
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def fit(
@@ -136,7 +149,7 @@ class _Run:
         self.checkpoint = self._latest() if resume else None
         self._first_step = self.checkpoint.train_step + 1 if self.checkpoint else 1
         self._gone_back = 0
-        self._restarts_before: dict[str, int] = {}
+        self._deaths: Counter[str] = Counter()
 
     def _latest(self) -> Checkpoint | None:
         """What to go on from; None when the run died before its first checkpoint."""
@@ -154,12 +167,18 @@ class _Run:
             summary.interrupted = self.stop.is_set()
         except asyncio.CancelledError:
             summary.interrupted = True
-            summary.error = "ended at once, by a second Ctrl-C or a cancellation"
+            kept = self.folder.latest_checkpoint()
+            summary.error = "ended at once, by a second Ctrl-C or a cancellation; " + (
+                f"the checkpoint of step {kept[0]} is whole, and `shmrl resume` goes on from it"
+                if kept
+                else "there is no checkpoint, so `shmrl resume` begins again"
+            )
         except (*_EXPECTED, ExceptionGroup) as error:
             first = _first(error)
             if not isinstance(first, _EXPECTED):
                 raise
             summary.error = f"{type(first).__name__}: {first}"
+        summary.restarts = dict(self._deaths)
         summary.settle()
         summary.exit = _exit_status(summary)
         self._leave_pictures()
@@ -187,32 +206,46 @@ class _Run:
         step = self.checkpoint.train_step if self.checkpoint else 0
         if step > before:
             self._gone_back = 1  # it gets on: deaths count against the same checkpoint only
-        self._restarts_before = dict(self.summary.restarts)
         self.summary.begin_again()
         self.display.note(f"the run goes back to step {step}")
 
     async def _with_parts(self, store: Store) -> None:
-        config, display = self.config, self.display
-        async with open_parts(
-            config, self.folder.name, store, self.folder.logs, display.note, self.gpus
-        ) as parts:
-            dispatcher = await self._dispatcher(store)
-            alarm = _Alarm(config.faults.no_progress_s, dispatcher.describe)
-            desk = await parts.runtime.host(RemoteDesk(dispatcher, alarm.moved), name="desk")
-            try:
-                await self._train(parts, dispatcher, desk, alarm)
-            finally:
-                alarm.disarm()
-                await asyncio.shield(self._let_go(parts, dispatcher))
+        config, note = self.config, self.display.note
+        dispatcher = await self._dispatcher(store)
+        alarm = _Alarm(config.faults.no_progress_s, dispatcher.describe)
+        opening = open_parts(
+            config, self.folder.name, store, self.folder.logs, note, self.gpus, self._deaths
+        )
+        try:
+            async with AsyncExitStack() as stack:
+                parts = await self._unless_stopped(stack.enter_async_context(opening))
+                if parts is not None:
+                    await self._work(parts, dispatcher, alarm)
+        finally:
+            alarm.disarm()
+            self._close_books(store, dispatcher)
+
+    async def _work(self, parts: Parts, dispatcher: Dispatcher, alarm: _Alarm) -> None:
+        """Trains. Production ends in order, or by a kill when nobody waits for it any more."""
+        desk = await parts.runtime.host(RemoteDesk(dispatcher, alarm.moved), name="desk")
+        in_order = True
+        try:
+            in_order = await self._train(parts, dispatcher, desk, alarm)
+        except asyncio.CancelledError:
+            in_order = False
+            raise
+        finally:
+            await asyncio.shield(parts.producer.end() if in_order else parts.kill())
 
     async def _train(
         self, parts: Parts, dispatcher: Dispatcher, desk: actors.Handle, alarm: _Alarm
-    ) -> None:
+    ) -> bool:
+        """False: it was stopped while the processes got ready, and they still do."""
         display = self.display
         display.note("building the model" + (" and warming it up" if self.config.warmup else ""))
-        ready = await self._start(parts)
+        ready = await self._unless_stopped(self._start(parts))
         if ready is None:
-            return
+            return False
         display.note(
             f"{ready.parameters:,} parameters, at step {ready.train_step}"
             + "".join(f", {name} {value:.4g}" for name, value in ready.warmup.items())
@@ -237,24 +270,28 @@ class _Run:
             await _beside((parts.producer.supervise(), alarm.ring()), driver.run(self.stop))
         finally:
             metrics.close()
-            self.summary.restarts = _sum(self._restarts_before, driver.restarts())
+        return True
 
-    async def _start(self, parts: Parts) -> LearnerReady | None:
-        """Both processes build their models at once; None when the run was stopped meanwhile."""
+    async def _start(self, parts: Parts) -> LearnerReady:
+        """Both processes build their models at once."""
         checkpoint = str(self.checkpoint.learner) if self.checkpoint else None
         board = await parts.runtime.host(ProgressBoard(self.display), name="board")
-        start = asyncio.ensure_future(parts.learner.start(checkpoint, board))
-        prepare = asyncio.ensure_future(parts.producer.prepare())
+        async with asyncio.TaskGroup() as tasks:
+            ready = tasks.create_task(parts.learner.start(checkpoint, board))
+            tasks.create_task(parts.producer.prepare())
+        return ready.result()
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Its result; None when the run is stopped first, and `work` has been cancelled."""
+        task = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self.stop.wait())
-        both = asyncio.gather(start, prepare)
         try:
-            await asyncio.wait((both, stopping), return_when=asyncio.FIRST_COMPLETED)
-            return (await both)[0] if both.done() else None
+            await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
         finally:
-            jobs = (both, start, prepare, stopping)  # `both` alone is over once one of them failed
-            for job in jobs:
+            for job in (task, stopping):
                 job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
+            await asyncio.gather(task, stopping, return_exceptions=True)
 
     def _metrics(self) -> MetricsWriter:
         wanted = self.config.metrics.tensorboard
@@ -262,7 +299,8 @@ class _Run:
         if missing:
             self.display.note(missing)
         folder = self.folder.tensorboard if wanted and not missing else None
-        return MetricsWriter(self.folder.metrics_file, folder)
+        first_step = self.checkpoint.train_step + 1 if self.checkpoint else 0
+        return MetricsWriter(self.folder.metrics_file, folder, first_step)
 
     async def _dispatcher(self, store: Store) -> Dispatcher:
         """Buffer, prompts and books: new ones, or those of the checkpoint."""
@@ -299,14 +337,14 @@ class _Run:
             self.summary.restore(self.checkpoint.totals)
         return dispatcher
 
-    async def _let_go(self, parts: Parts, dispatcher: Dispatcher) -> None:
-        """Ends production, books what is left, and ends every session of the run."""
-        await parts.producer.end()
+    def _close_books(self, store: Store, dispatcher: Dispatcher) -> None:
+        """Books what is left and ends every session of the run, whose processes have ended."""
+        store.sweep()
         dispatcher.owner_died(PRODUCER_OWNER)
         dispatcher.owner_died(LEARNER_OWNER)
         dispatcher.buffer.close()
-        parts.store.sessions.release_owned(STATE_OWNER)
-        parts.store.sessions.release_owned(WEIGHTS_OWNER)
+        store.sessions.release_owned(STATE_OWNER)
+        store.sessions.release_owned(WEIGHTS_OWNER)
         # What was produced since the last batch is part of the run as well.
         rest = dispatcher.buffer.accounts.window.close({}).total
         self.summary.tokens_generated += rest.produced_tokens
@@ -336,10 +374,6 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {name: one.get(name, 0) + other.get(name, 0) for name in (*one, *other)}
 
 
 class _Alarm:

@@ -105,7 +105,7 @@ CATALOG: Mapping[str, Metric] = {
     ),
     "task/*": Metric("", "The same per task: `task/NAME/COUNT`; `task/NAME/reward` in the batch."),
     "ledger/*": Metric("rollout", "The books after the step (lifecycle L26)."),
-    "restarts": Metric("count", "Processes of the run restarted so far."),
+    "restarts": Metric("count", "Deaths of processes of the run so far."),
     "eval/reward": Metric("reward", "Mean reward on held-out prompts."),
     "eval/*": Metric(
         "",
@@ -130,11 +130,15 @@ class _EventSink(Protocol):
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl, and to TensorBoard events when `tensorboard` names a folder."""
+    """Appends to metrics.jsonl, and to TensorBoard events when `tensorboard` names a folder.
 
-    def __init__(self, file: Path, tensorboard: Path | None) -> None:
+    first_step: what comes is of this step or later; events that a run which goes back has written
+    of these steps before count no more. (metrics.jsonl is cut by `RunFolder`.)
+    """
+
+    def __init__(self, file: Path, tensorboard: Path | None, first_step: int = 0) -> None:
         self._file = file.open("a", encoding="utf-8")
-        self._events: _EventSink | None = _Events(tensorboard) if tensorboard else None
+        self._events: _EventSink | None = _Events(tensorboard, first_step) if tensorboard else None
         self._began = time.monotonic()
 
     def write(self, train_step: int, values: Mapping[str, float]) -> dict[str, float]:
@@ -182,13 +186,17 @@ def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
 class _Events:
     """TensorBoard's own writer: it needs no torch."""
 
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(folder))
+        # Readers drop what they have of this step and later ones. They look into the file's version
+        # first, which the writer has put there.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def scalar(self, name: str, value: float, step: int) -> None:
         summary = self._summary(value=[self._summary.Value(tag=name, simple_value=value)])

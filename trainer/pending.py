@@ -9,6 +9,7 @@ producer's loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -28,6 +29,8 @@ from trainer.work import Work
 __all__ = ["PendingGroup", "ProducerConfig", "ProducerParts", "session_id"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("trainer")
 
 #: Ids of sessions have at most this many bytes of UTF-8.
 SESSION_ID_BYTES_MAX = 63
@@ -126,12 +129,12 @@ class PendingGroup:
         ]
         for one in ids:
             self._parts.traces.open(one, owner=self._owner)
-        self.rollouts = tuple(
-            Rollout(
-                session_id=one, prompt_uid=work.prompt.uid, task=work.task, attempt=work.attempt
+            # One by one: what was opened before an error can then be released.
+            self.rollouts += (
+                Rollout(
+                    session_id=one, prompt_uid=work.prompt.uid, task=work.task, attempt=work.attempt
+                ),
             )
-            for one in ids
-        )
 
     async def produce(self) -> Group:
         """Run what is missing, score each as it ends, then filter; -> the group with its status."""
@@ -193,7 +196,7 @@ class PendingGroup:
 
         def stop_softly() -> None:
             nonlocal stopper
-            stopper = loop.create_task(conversation.stop())
+            stopper = loop.create_task(_stop(conversation))
 
         timer = None if soft_s is None else loop.call_later(soft_s, stop_softly)
         hard_s = None if soft_s is None else soft_s + self._config.grace_s
@@ -222,8 +225,9 @@ class PendingGroup:
             conversation.close()
             if timer is not None:
                 timer.cancel()
-            if stopper is not None:
-                await stopper
+            if stopper is not None:  # nothing is left to be stopped
+                stopper.cancel()
+                await asyncio.wait((stopper,))
         if conversation.aborted:
             return Status.ABORTED, None
         if not conversation.has_sampled:
@@ -318,6 +322,14 @@ async def _guarded(user_code: Callable[[], Awaitable[T]]) -> T:
         return await user_code()
     except SystemExit as error:
         raise _exited(error) from error
+
+
+async def _stop(conversation: Conversation) -> None:
+    """At its soft limit; an engine that fails at this leaves it to the hard one (L13)."""
+    try:
+        await conversation.stop()
+    except Exception as error:
+        _log.warning("the engine did not abort %s: %s", conversation.id, _text_of(error))
 
 
 def _forget(task: asyncio.Task[Any]) -> None:

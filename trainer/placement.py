@@ -26,8 +26,12 @@ __all__ = [
     "plan_devices",
     "replica_devices",
     "rest_device",
+    "shared_environment",
     "thread_environment",
 ]
+
+
+_THREADS_THAT_REST = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,22 @@ def rest_device(device: str) -> None:
 
 
 def thread_environment(cores: Cores) -> dict[str, str]:
-    """Environment of a computing process: libraries read it when they are loaded."""
+    """Environment of a computing process, for libraries that it loads itself and what it starts."""
     count = str(cores.threads)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return dict.fromkeys(names, count) | {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    return dict.fromkeys(names, count) | _THREADS_THAT_REST
+
+
+def shared_environment(threads: int) -> dict[str, str]:
+    """Environment in which the libraries are loaded that all processes of a run share by a fork.
+
+    threads: the most that any of them uses; each says its own number to torch. OpenBLAS, which
+    serves numpy alone, gets one, because it starts the others when it is loaded.
+    """
+    count = str(threads)
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    } | _THREADS_THAT_REST

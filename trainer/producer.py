@@ -9,6 +9,7 @@ what a group comes to, in `trainer.pending`. Runs on one loop, in a process of i
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +20,8 @@ from trainer.rollout import Group, Status
 from trainer.work import Work
 
 __all__ = ["Desk", "PauseReport", "Producer", "ProducerReport"]
+
+_log = logging.getLogger("trainer")
 
 
 class Desk(Protocol):
@@ -97,17 +100,19 @@ class Producer:
         and what was drawn and not begun goes out again. Raises what made going on impossible (the
         desk or the sessions are gone).
         """
+        cancelled = False
         try:
             while not self._stopped:
                 free = await self._wait_for_slots()
                 for work in await self._draw(free):
                     self._start(work)
         except asyncio.CancelledError:
-            await self._cancel_groups()
-            await self._dispatcher.give_back(self.owner)
+            cancelled = True
             raise
         finally:
             await self._cancel_groups()
+            if cancelled:
+                await self._dispatcher.give_back(self.owner)
 
     async def pause(self, timeout_s: float, drain: bool = False) -> PauseReport:
         """Stop new work and end what is pending; never loses a rollout, never hangs (L21).
@@ -126,7 +131,7 @@ class Producer:
             async with asyncio.timeout(timeout_s):
                 await self._dispatcher.hold(self.owner)
                 if not drain:
-                    await self._parts.engine.abort(list(self._gate.running))
+                    await self._abort_running()
                 if pending:
                     await asyncio.wait(pending)
         except TimeoutError:
@@ -134,6 +139,15 @@ class Producer:
         unfinished = [task for task in pending if not task.done()]
         cancelled = await self._cancel_groups()
         return PauseReport(n_pending - len(unfinished), cancelled, loop.time() - started)
+
+    async def _abort_running(self) -> None:
+        """An engine that fails at this costs the rollouts that run until the deadline, and not the
+        run (L13).
+        """
+        try:
+            await self._parts.engine.abort(list(self._gate.running))
+        except Exception as error:
+            _log.warning("the engine did not abort at a pause: %s: %s", type(error).__name__, error)
 
     async def resume(self) -> None:
         """Go on after `pause`."""

@@ -1,8 +1,12 @@
-"""The template process under pressure: refused forks, a full socket, a death at a bad moment."""
+"""The template process: what it has imported, and under pressure: refused forks, a full socket, a
+death at a bad moment.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import os
 import signal
 from pathlib import Path
@@ -41,6 +45,14 @@ os.fork = fork
 """
 
 
+# A module that is slow to import, and says in which process it was.
+SLOW = """
+import os
+with open({file!r}, "a") as file:
+    print(os.getpid(), os.environ["GREETING"], file=file)
+"""
+
+
 class Victim:
     async def pid(self) -> int:
         return os.getpid()
@@ -50,7 +62,7 @@ class Warmed(actors.Runtime):
     """Its template has imported one module more."""
 
     def _make_spawner(self, loop: asyncio.AbstractEventLoop) -> Spawner:
-        return Spawner(loop, self._on_exit, ["other_fork"])
+        return Spawner(loop, self._on_exit, ["other_fork"], {})
 
 
 @pytest.fixture
@@ -58,6 +70,56 @@ def other_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the module for the template goes."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "other_fork.py"
+
+
+async def test_what_is_preloaded_is_imported_once_for_all_actors_also_after_a_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "imported"
+    (tmp_path / "slow_to_import.py").write_text(SLOW.format(file=str(file)))
+    async with actors.Runtime(preload=["slow_to_import"], env={"GREETING": "hello"}) as rt:
+        assert rt._spawner is not None
+        victim = await rt.spawn(Importer, restart=actors.Restart(max=3, within=60))
+        first = await victim.where()
+        os.kill(first, signal.SIGKILL)
+        with contextlib.suppress(actors.ActorDied):
+            await victim.where()
+        assert await victim.where.using(when_down="wait")() != first
+        assert file.read_text() == f"{rt._spawner.pid} hello\n"
+
+
+class Importer:
+    async def where(self) -> int:
+        importlib.import_module("slow_to_import")
+        return os.getpid()
+
+
+async def test_what_cannot_be_preloaded_is_the_error_of_whoever_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_to_import.py").write_text("raise ValueError('not today')")
+    async with actors.Runtime(preload=["slow_to_import"]) as rt:
+        assert await (await rt.spawn(Victim)).pid() != os.getpid()
+        importer = await rt.spawn(Importer)
+        with pytest.raises(ValueError, match="not today"):
+            await importer.where()
+    assert (
+        "could not be preloaded: slow_to_import: ValueError('not today')" in capfd.readouterr().err
+    )
+
+
+async def test_a_template_in_the_middle_of_a_long_import_is_not_waited_for_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_to_import.py").write_text("import threading\nthreading.Event().wait()")
+    async with actors.Runtime(preload=["slow_to_import"]) as rt:
+        assert rt._spawner is not None
+        assert rt._spawner._process is not None
+        template = rt._spawner._process
+    assert template.returncode == -signal.SIGKILL
 
 
 async def test_a_fork_that_the_system_refuses_costs_that_actor_and_no_other(

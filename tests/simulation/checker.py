@@ -29,6 +29,8 @@ class Checker:
         self.plan = plan
         #: Train step -> uids of the groups trained by it, in this history.
         self.history: dict[int, list[str]] = {}
+        #: Sessions for which the engine was asked although their rollout had ended.
+        self.late: list[str] = []
 
     def demand(self, condition: bool, what: str) -> None:
         if not condition:
@@ -83,6 +85,7 @@ class Checker:
     def arena(self, store: Store, dispatcher: Dispatcher) -> None:
         """Sessions, owners and books agree."""
         dispatcher.check_books()
+        self.demand(self.late == [], f"the engine was asked for ended rollouts: {self.late}")
         problems = store.check()
         self.demand(problems == [], f"the arena is unsound: {problems}")
         owned = set(store.sessions.list("replay"))

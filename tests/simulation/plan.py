@@ -43,6 +43,7 @@ class Plan:
     kills: Mapping[str, float]  # mean seconds between deaths of each kind
     checkpoint_every: int
     crash_after_s: float | None
+    deaf_rate: float  # cancellations of an environment that it takes for a hiccup
 
     @classmethod
     def from_seed(cls, seed: int) -> Plan:
@@ -93,4 +94,5 @@ class Plan:
             },
             checkpoint_every=(s if schedule == "async" else 1) if checkpoints else 0,
             crash_after_s=rng.uniform(1, 40) if checkpoints else None,
+            deaf_rate=rng.choice([0.0, 0.0, 0.3]),
         )

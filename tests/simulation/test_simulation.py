@@ -96,6 +96,10 @@ def _leaves_a_dead_producers_prompts_out(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Dispatcher, "owner_died", forget)
 
 
+def _leaves_sessions_to_what_it_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Conversation, "close", lambda self: None)
+
+
 @pytest.mark.parametrize(
     "break_it",
     [
@@ -107,6 +111,7 @@ def _leaves_a_dead_producers_prompts_out(monkeypatch: pytest.MonkeyPatch) -> Non
         _forgets_routing_of_the_last_token,
         _keeps_the_old_response_on_retry,
         _leaves_a_dead_producers_prompts_out,
+        _leaves_sessions_to_what_it_left_behind,
     ],
 )
 def test_a_broken_trainer_is_caught(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> None:

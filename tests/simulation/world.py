@@ -28,6 +28,7 @@ from trainer import snapshot
 from trainer.dispatch import Dispatcher
 from trainer.engine.protocol import SyncMode, WeightsVersion
 from trainer.engine.scripted import ByteTokenizer, ScriptedEngine
+from trainer.environment import Environment, RolloutAborted, Session
 from trainer.errors import EndOfData, LearnerLost
 from trainer.evaluation import Evaluator
 from trainer.expiry import Expiry
@@ -43,7 +44,11 @@ from trainer.trace import TraceStore
 from trainer.work import DispatchConfig, Work
 
 LEARNER = "learner"
-_ENVIRONMENTS = {"one turn": OneTurn(), "two turns": TwoTurns(), "branches": Branches()}
+_ENVIRONMENTS: dict[str, Environment] = {
+    "one turn": OneTurn(),
+    "two turns": TwoTurns(),
+    "branches": Branches(),
+}
 
 
 class _Judge(CountingJudge):
@@ -61,6 +66,34 @@ class _Judge(CountingJudge):
                 raise ValueError("the judge has no opinion")
             await asyncio.sleep(1e6)
         return await super().score(prompt, text, trace)
+
+
+class _Deaf:
+    """An environment that goes on after some of its cancellations, with a session that is not its
+    own any more.
+    """
+
+    def __init__(self, inner: Environment, plan: Plan, checker: Checker) -> None:
+        self._inner = inner
+        self._rate = plan.deaf_rate
+        self._rng = random.Random(plan.seed + 2)
+        self._checker = checker
+
+    async def run(self, session: Session, prompt: Prompt) -> None:
+        try:
+            await self._inner.run(session, prompt)
+        except asyncio.CancelledError:
+            if self._rng.random() >= self._rate:
+                raise
+            await asyncio.sleep(60)
+            try:
+                await session.generate("once more; ")
+            except RolloutAborted:
+                raise
+            except Exception:  # refused too late: the engine has worked for a session that is gone
+                self._checker.late.append(session.id)
+            else:
+                self._checker.late.append(session.id)
 
 
 class _Wire:
@@ -207,7 +240,7 @@ class _World:
         return self.dispatcher.train_step
 
     def parts_of(self) -> ProducerParts:
-        environment = _ENVIRONMENTS[self.plan.environment]
+        environment = _Deaf(_ENVIRONMENTS[self.plan.environment], self.plan, self.checker)
         return ProducerParts(self.engine, self.traces, ByteTokenizer(), environment, self.judge)
 
     def spawn_producer(self, name: str) -> None:
@@ -249,6 +282,8 @@ class _World:
         async with self.moves:
             self.paused = True
             reports = [await p.pause(timeout_s) for p, _, _ in self.producers.values()]
+            slowest_s = max((r.seconds for r in reports), default=0.0)
+            self.checker.demand(slowest_s < timeout_s + 10.1, f"a pause took {slowest_s} s")
         return PauseReport(
             sum(r.finished_groups for r in reports),
             sum(r.cancelled_rollouts for r in reports),

@@ -159,7 +159,7 @@ def _hashable(value: object) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the pages, or compares them with `--check`."""
     check = "--check" in (sys.argv[1:] if arguments is None else arguments)
-    docs = Path(__file__).resolve().parent.parent / "docs"
+    docs = Path(__file__).resolve().parents[2] / "docs"
     resolved(Config())  # every default must be plain YAML
     stale = 0
     for name, text in (("config.md", config_page()), ("metrics.md", metrics_page())):
@@ -167,7 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if check:
             stale += not page.is_file() or page.read_text(encoding="utf-8") != text
         else:
-            docs.mkdir(exist_ok=True)
             page.write_text(text, encoding="utf-8")
     if stale:
         print("docs are older than the types: run python -m trainer.config.docs", file=sys.stderr)

@@ -287,19 +287,12 @@ class Driver:
         found["model_step"] = float(self._model_step)
         found["buffer_groups"] = float(len(self._dispatcher.buffer))
         found["buffer_bytes"] = float(self._dispatcher.buffer.nbytes)
-        found["restarts"] = float(sum(self.restarts().values()))
+        found["restarts"] = float(self._parts.deaths.total())
         ledger = self._dispatcher.report()
         found |= {f"ledger/{k}": float(v) for k, v in ledger.items() if isinstance(v, int)}
         self._wait_s += times.wait_s
         self._step_s += times.step_s
         self._summary.learner_wait_share = self._wait_s / max(self._step_s, 1e-9)
-        return found
-
-    def restarts(self) -> dict[str, int]:
-        """Deaths so far, by process."""
-        found = dict(self._parts.producer.restarts)
-        if self._parts.learner.restarts:
-            found["learner"] = self._parts.learner.restarts
         return found
 
 

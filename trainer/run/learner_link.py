@@ -42,7 +42,7 @@ class StateLost(PartFailed):
 
 
 class LearnerLink:
-    """See the module. `note` is told of deaths; `restarts` counts them."""
+    """See the module. `note` is told what a death comes to."""
 
     def __init__(self, handle: Handle, store: Store, note: Callable[[str], None]) -> None:
         self._handle = handle
@@ -52,7 +52,6 @@ class LearnerLink:
         self._checkpoint: str | None = None
         self._board: Handle | None = None
         self._train_step = self._began_at = 0
-        self.restarts = 0
         self.weights: WeightsVersion | None = None
 
     async def start(self, checkpoint: str | None, board: Handle | None = None) -> LearnerReady:
@@ -111,12 +110,15 @@ class LearnerLink:
 
     async def _revive(self, death: Exception) -> None:
         """A new learner with the state of the last finished step. Raises StateLost without one."""
-        self.restarts += 1
         found = self._states.find()
         if found is None and self._train_step > self._began_at:
             raise StateLost("learner", f"it died after step {self._train_step}: {death}")
-        self._note(f"learner died ({death}); it goes on from its state in the arena")
+        self._note(f"the learner goes on from its state after step {self._train_step}")
         await self._begin()
+
+    async def kill(self) -> None:
+        """Ends the process now."""
+        await self._handle.kill()
 
     async def publish(self, model_step: int) -> WeightsVersion:
         """New weights in the arena; `retire` ends the older ones once every engine has these."""
@@ -152,6 +154,3 @@ class LearnerLink:
                     await self._revive(death)
                 elif self._handle.state == "dead":
                     raise
-                else:
-                    self.restarts += 1
-                    self._note(f"learner died while it started ({death}); once more")

@@ -31,7 +31,7 @@ __all__ = ["ProducerLink"]
 
 
 class ProducerLink:
-    """See the module. `restarts` counts deaths by process name."""
+    """See the module."""
 
     def __init__(
         self,
@@ -52,7 +52,6 @@ class ProducerLink:
         self._gone = ""
         self._paused: float | None = None
         self._ended = False
-        self.restarts: dict[str, int] = {}
 
     @property
     def n_engines(self) -> int:
@@ -79,10 +78,9 @@ class ProducerLink:
         while not self._incarnation:
             try:
                 await self._start()
-            except ActorDied as death:
+            except ActorDied:
                 if self._handle.state == "dead":
                     raise
-                self._count("producer", str(death))
 
     async def _start(self) -> None:
         """Starts the process with the newest weights, also when they change meanwhile."""
@@ -113,7 +111,6 @@ class ProducerLink:
     async def _watch_producer(self) -> None:
         async for event in self._handle.watch():
             if event.kind == "died":
-                self._count("producer", event.reason)
                 self._settle()
             if event.final and not self._ended:
                 await self._fail("producer", event.reason or event.kind)
@@ -134,8 +131,6 @@ class ProducerLink:
 
     async def _watch_engine(self, name: str, handle: Handle) -> None:
         async for event in handle.watch():
-            if event.kind == "died":
-                self._count(name, event.reason)
             if event.final and not self._ended:
                 self._note(f"{name} is gone for good: {event.reason or event.kind}")
                 if await self._engines_left(name) == 0:
@@ -145,10 +140,6 @@ class ProducerLink:
 
     async def _engines_left(self, gone: str) -> int:
         return sum(h.state != "dead" for n, h in self._engines.items() if n != gone)
-
-    def _count(self, name: str, reason: str) -> None:
-        self.restarts[name] = self.restarts.get(name, 0) + 1
-        self._note(f"{name} died ({reason}); it is started again")
 
     async def _fail(self, name: str, cause: str) -> None:
         self._gone = f"{name}: {cause}"
@@ -162,6 +153,11 @@ class ProducerLink:
         self._ended = True
         if self._incarnation and not self._gone:
             await self._call("stop")
+
+    async def kill(self) -> None:
+        """Ends the process and those of the engines now."""
+        self._ended = True
+        await asyncio.gather(*(h.kill() for h in (self._handle, *self._engines.values())))
 
     # -- calls -----------------------------------------------------------------------------------
 

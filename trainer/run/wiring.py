@@ -9,9 +9,11 @@ Called by `trainer.fit` and `trainer.run.eval_run`, in the driver.
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 import actors
 from actors.placement import detect_gpus
 from trainer.config import Config
-from trainer.placement import plan_cores, plan_devices, replica_devices, thread_environment
+from trainer.placement import (
+    plan_cores,
+    plan_devices,
+    replica_devices,
+    shared_environment,
+    thread_environment,
+)
 from trainer.run.engine_actor import EngineActor, EngineSetup
 from trainer.run.learner_actor import WEIGHTS_OWNER, LearnerActor, LearnerSetup
 from trainer.run.learner_link import LearnerLink
@@ -35,6 +43,17 @@ if TYPE_CHECKING:
 __all__ = ["PRODUCER_OWNER", "Parts", "check_devices", "open_parts"]
 
 PRODUCER_OWNER = "producer-0"
+_PRELOAD = (
+    "torch",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "trainer.learner",
+    "trainer.model.models",
+    "trainer.engine.torch_engine",
+)
+"""What takes seconds to import: once a run, not once a process and again after each death. None of
+it starts a thread when it is imported, so that a fork of the process that has it is safe.
+"""
 
 
 @dataclass
@@ -45,6 +64,11 @@ class Parts:
     store: Store
     learner: LearnerLink
     producer: ProducerLink
+    deaths: Counter[str]
+
+    async def kill(self) -> None:
+        """Ends every process now, whatever it is doing; the arena forgets what they had."""
+        await asyncio.gather(self.learner.kill(), self.producer.kill())
 
     async def to_engine(self) -> None:
         """The colocated schedule: the learner lets go of what it does not need between steps."""
@@ -63,16 +87,29 @@ async def open_parts(
     logs: Path,
     note: Callable[[str], None],
     gpus: Sequence[str] | None = None,
+    deaths: Counter[str] | None = None,
 ) -> AsyncIterator[Parts]:
-    """Starts the processes of run `name` on its arena; ends them all on leaving.
+    """Starts the processes of run `name` on its arena; ends them all on leaving, a cancelled one in
+    the middle of its work.
 
-    gpus: as in `check_devices`. Raises ConfigError before any process starts.
+    gpus: as in `check_devices`; deaths: counts them, by process, as long as the run lasts. Raises
+    ConfigError before any process starts.
     """
     plan = _Plan(config, gpus)
     store.sessions.bind(STATE_OWNER, heir=None)
     store.sessions.bind(WEIGHTS_OWNER, heir=None)
-    async with actors.Runtime(store=store, name=name, log_dir=logs, forward_logs=False) as rt:
-        start = partial(_start, rt, plan, note)
+    async with (
+        actors.Runtime(
+            store=store,
+            name=name,
+            log_dir=logs,
+            forward_logs=False,
+            preload=plan.preload,
+            env=plan.shared_environment,
+        ) as rt,
+        _counted(rt, Counter() if deaths is None else deaths, note) as counted,
+    ):
+        start = partial(_start, rt, plan, note, counted)
         learner = await start("learner", LearnerActor, LearnerSetup(config, plan.cores["learner"]))
         engines = {
             name: await start(name, EngineActor, EngineSetup(config, plan.cores[name], index))
@@ -83,16 +120,49 @@ async def open_parts(
             ProducerActor,
             ProducerSetup(config, PRODUCER_OWNER, plan.cores["producer"]),
         )
-        yield Parts(
+        parts = Parts(
             rt,
             store,
             LearnerLink(learner, store, note),
             ProducerLink(producer, engines, PRODUCER_OWNER, note),
+            counted,
         )
+        try:
+            yield parts
+        except asyncio.CancelledError:
+            await parts.kill()
+            raise
+
+
+@asynccontextmanager
+async def _counted(
+    rt: Runtime, deaths: Counter[str], note: Callable[[str], None]
+) -> AsyncIterator[Counter[str]]:
+    """Every death of a process of the run is counted and told, whoever called it or did not."""
+
+    async def count() -> None:
+        async for event in rt.watch():
+            if event.kind == "died" and event.more:  # not by our own hand
+                deaths[event.name] += 1
+                note(f"{event.name} died ({event.reason}); it is started again")
+
+    task = asyncio.create_task(count())
+    try:
+        yield deaths
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 async def _start(
-    rt: Runtime, plan: _Plan, note: Callable[[str], None], name: str, cls: type[Any], setup: object
+    rt: Runtime,
+    plan: _Plan,
+    note: Callable[[str], None],
+    deaths: Counter[str],
+    name: str,
+    cls: type[Any],
+    setup: object,
 ) -> Handle:
     """One process. Once it stands, the supervisor restarts it; until then, this does."""
     for _ in range(plan.restart.max):
@@ -101,6 +171,7 @@ async def _start(
                 cls, setup, name=name, restart=plan.restart, env=plan.environment(name)
             )
         except actors.SpawnDied as death:
+            deaths[name] += 1  # it had not started, so its end is no event
             note(f"{name} died while it was started ({death}); once more")
     return await rt.spawn(cls, setup, name=name, restart=plan.restart, env=plan.environment(name))
 
@@ -132,6 +203,10 @@ class _Plan:
         devices = [("learner", learner.device)]
         devices += zip(generating, replica_devices(engine.device, len(generating)), strict=True)
         self._visible = plan_devices(devices, detect_gpus() if gpus is None else gpus)
+        # Whoever asks for a device in front of a fork spoils CUDA for the child, and an import may.
+        self.preload = () if any(self._visible.values()) else _PRELOAD
+        threads = max(cores.threads for cores in self.cores.values())
+        self.shared_environment = shared_environment(threads)
         self._deterministic = learner.deterministic or config.run.deterministic
         faults = config.faults
         self.restart = actors.Restart(max=faults.restarts_max, within=faults.restarts_within_s)

@@ -110,6 +110,7 @@ async def desk(
     store: Store,
     *,
     script: Script | None = None,
+    engine: ScriptedEngine | None = None,
     environment: Environment | None = None,
     judge: Judge | None = None,
     sources: dict[str, Questions] | None = None,
@@ -133,7 +134,7 @@ async def desk(
     dispatcher = Dispatcher(
         buffer, sampler, DispatchConfig(**dispatch), TaskMix(weights or dict.fromkeys(sources, 1))
     )
-    engine = ScriptedEngine(script or Script(token_s=0.1))
+    engine = engine or ScriptedEngine(script or Script(token_s=0.1))
     traces = TraceStore(store)
     parts = ProducerParts(
         engine, traces, ByteTokenizer(), environment or OneTurn(), judge or CountingJudge()

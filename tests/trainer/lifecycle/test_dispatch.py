@@ -16,7 +16,7 @@ from trainer.errors import BadGroup, ConfigError, EndOfData, PartFailed, Stalene
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
-from trainer.rollout import Group, Status
+from trainer.rollout import Group, Prompt, Status
 from trainer.staleness import StalenessBudget
 from trainer.testing import store_group
 from trainer.trace import TraceStore
@@ -228,6 +228,24 @@ async def test_L12_a_draw_that_had_been_woken_when_its_producer_gave_back_gets_n
         await left_behind
     assert store.sessions.list(P) == []
     assert len(await _draw(dispatcher)) == 1
+
+
+async def test_L12_what_was_drawn_before_a_source_failed_is_handed_out_and_the_error_comes_next(
+    store: Store, traces: TraceStore
+) -> None:
+    class Damaged(Questions):
+        def prompt(self, index: int) -> Prompt:
+            if index == 1:
+                raise ValueError("line 2 is damaged")
+            return super().prompt(index)
+
+    dispatcher = _dispatcher(store, sources={"math": Damaged()})
+    (work,) = await _draw(dispatcher)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="line 2 is damaged"):
+            await _draw(dispatcher)
+    await dispatcher.put(_made(traces, work), owner=P)
+    assert "in production 0" in "".join(dispatcher.describe())
 
 
 async def test_L12_a_lent_group_dies_with_its_producer_and_its_prompt_goes_out_again(

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from shmstore import Store
+from shmstore import SessionExists, Store
 from tests.trainer.lifecycle.kit import CountingJudge, OneTurn, Questions, desk
 from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine
 from trainer.environment import Session
@@ -104,3 +104,17 @@ def test_L22_an_evaluator_that_raises_or_is_cancelled_releases_its_sessions(stor
 def test_an_evaluation_without_prompts_is_refused(traces: TraceStore) -> None:
     with pytest.raises(ConfigError, match="at least one prompt"):
         _evaluator(traces, n=0)
+
+
+def test_L22_when_a_session_cannot_be_opened_those_opened_before_are_released(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        store.sessions.open("eval-0-1-0", owner="somebody")  # the second of the first prompt
+        with pytest.raises(ExceptionGroup) as error:
+            await _evaluator(TraceStore(store)).run()
+        assert error.group_contains(SessionExists)
+        assert store.sessions.list() == ["eval-0-1-0"]
+        store.sessions.release(["eval-0-1-0"], owner="somebody")
+
+    run_virtual(main())

@@ -18,6 +18,7 @@ from tests.trainer.lifecycle.kit import (
 from trainer.engine.protocol import WeightsVersion
 from trainer.engine.scripted import Script, ScriptedEngine
 from trainer.environment import RolloutAborted, Session
+from trainer.errors import EngineError
 from trainer.rollout import Prompt, Status, Trace
 from trainer.testing import run_virtual
 
@@ -183,3 +184,33 @@ def test_a_rollout_that_is_cancelled_before_it_began_leaves_no_coroutine_behind(
 
     run_virtual(main())
     gc.collect()
+
+
+class _CannotAbort(ScriptedEngine):
+    """As a remote engine whose address for aborts is gone."""
+
+    aborts = 0
+
+    async def abort(self, request_ids: Any = None) -> int:
+        self.aborts += 1
+        raise EngineError("no answer from the engine")
+
+
+def test_L13_an_engine_that_fails_at_an_abort_costs_rollouts_and_not_the_producer(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        engine = _CannotAbort(Script(token_s=1.0, tokens_min=4, tokens_max=4, stall_rate=0.1))
+        produce = {"rollout_timeout_s": 3.0, "grace_s": 2.0}
+        async with desk(store, dispatch=WIDE, produce=produce, engine=engine) as made:
+            await asyncio.sleep(60)
+            assert engine.aborts > 0  # at the soft limits of rollouts
+            assert made.producer.report().put["aborted"] > 0
+            aborts = engine.aborts
+            report = await made.producer.pause(20)
+            assert engine.aborts > aborts
+            assert report.seconds < 20
+            await made.producer.resume()
+            await made.train(1)
+
+    run_virtual(main())

@@ -239,8 +239,14 @@ RUN = "    async def run(self, s, p): ...\n"
     ("source", "params", "words"),
     [
         ("class E:\n    def run(self, s, p): ...\n", "{}", "no `async def run"),
-        (f"class E:\n    def __init__(self, n): ...\n{RUN}", "{m: 1}", "needs `n` in environment"),
-        (f"class E:\n    def __init__(self, n=1): ...\n{RUN}", "{m: 1}", "takes no `m`"),
+        (
+            f"class E:\n    def __init__(self, n): ...\n{RUN}",
+            "{m: 1}",
+            "missing a required argument: 'n'",
+        ),
+        (f"class E:\n    def __init__(self, n=1): ...\n{RUN}", "{m: 1}", "keyword argument 'm'"),
+        (f"class E:\n{RUN}", "{m: 1}", "no __init__ that takes `m`"),
+        ("class E:\n    async def run(self, s): ...\n", "{}", "too many positional arguments"),
     ],
 )
 def test_a_users_environment_that_does_not_fit(
@@ -251,6 +257,53 @@ def test_a_users_environment_that_does_not_fit(
     section = f"environment: {{kind: class, target: '{file}:E', params: {params}}}"
     found = mistakes(tmp_path, GOOD + f"    {section}\n")
     assert words in found["tasks[0].environment.target"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def f(text): ...", "`f(text)` cannot be called with a prompt and a text: too many"),
+        ("def f(prompt, text, tolerance): ...", "missing a required argument: 'tolerance'"),
+        ("def f(*both, strict): ...", "missing a required argument: 'strict'"),
+        ("async def f(): ...", "too many positional"),
+    ],
+)
+def test_a_users_judge_that_cannot_be_called(tmp_path: Path, source: str, words: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    judge = f"judge: {{kind: callable, target: '{file}:f'}}"
+    found = mistakes(tmp_path, GOOD.replace("judge: exact", judge))
+    assert words in found["tasks[0].judge.target"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(prompt, text, tolerance=0.1): ...",
+        "def f(*args, **kwargs): ...",
+        "f = len",
+        "def f(a): ...\ndef f(a, b): ...",
+        "def f(a): ...\nf = decorated(f)",
+        "@decorated\ndef f(a): ...",
+        "from operator import *\ndef f(a): ...",
+    ],
+)
+def test_a_judge_of_which_the_file_does_not_tell_passes(tmp_path: Path, source: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    config = tmp_path / "good.yaml"
+    judge = f"judge: {{kind: callable, target: '{file}:f'}}"
+    config.write_text(GOOD.replace("judge: exact", judge))
+    assert load(config).tasks[0].judge.target == f"{file}:f"
+
+
+def test_a_users_tool_is_called_by_names(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(page, /): ...\ndef g(page, /, *, size=1): ...\ndef h(page): ...\n")
+    tools = ", ".join(f"'{file}:{name}'" for name in "fgh")
+    found = mistakes(tmp_path, GOOD + f"    environment: {{kind: tools, tools: [{tools}]}}\n")
+    assert found.keys() == {f"tasks[0].environment.tools[{index}]" for index in (0, 1)}
+    assert "by position only" in found["tasks[0].environment.tools[0]"]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "smollm2", "smollm2_moe"])

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.trainer.run import runs
 
@@ -22,7 +23,12 @@ def test_L07_L12_a_killed_process_costs_a_restart_and_nothing_else(
     run = runs.start(tmp_path, *LONG)
     run.wait_for_step(3)
     first = run.kill(victim)
-    run.wait_for_process(victim, not_pid=first)
+    successor = run.wait_for_process(victim, not_pid=first)
+    # It is forked with torch, which takes seconds to import, by a process without a thread.
+    template = run.wait_for_process("shmrl-template")
+    assert successor.ppid() == template.pid
+    assert any("libtorch_cpu" in map_.path for map_ in template.memory_maps())
+    assert template.num_threads() == 1
     result = run.result()
     assert result.status == 0, result.stderr
     assert result.summary["restarts"] == {victim: 1}
@@ -62,6 +68,8 @@ def test_a_learner_without_a_state_in_the_arena_takes_the_run_back_to_its_checkp
     assert result.summary["restarts"] == {"learner": 2}
     assert result.summary["steps"] == 40
     assert [r["train_step"] for r in run.steps()] == list(range(1, 41))
+    events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("staleness_max")] == list(range(1, 41))
     assert result.summary["ledger"]["trained"] == 40 * 16
     runs.check_clean(result, run.name)
 
@@ -122,6 +130,34 @@ def test_a_learner_that_stands_still_is_told_by_the_watchdog_and_not_waited_for(
     assert result.status == 1, result.stderr
     assert "nothing moved for" in result.summary["error"]
     assert "train step" in result.summary["error"]
+    runs.check_clean(result, run.name)
+
+
+JUDGE_THAT_WAITS = """
+import os, time
+def judge(prompt, text):
+    open({called!r}, "w").close()
+    while not os.path.exists({go!r}):
+        time.sleep(0.02)
+    return len(text) % 2
+"""
+
+
+def test_deaths_that_no_call_noticed_are_counted(tmp_path: Path) -> None:
+    """The learner waits for its first batch, which its judge holds back, and dies twice."""
+    called, go, judges = tmp_path / "called", tmp_path / "go", tmp_path / "waits.py"
+    judges.write_text(JUDGE_THAT_WAITS.format(called=str(called), go=str(go)))
+    judge = f"tasks[0].judge={{kind: callable, target: '{judges}:judge', timeout_s: 600}}"
+    run = runs.start(tmp_path, *LONG, judge, "schedule.steps=2", "schedule=sync")
+    run.wait_for_file(str(called))
+    first = run.kill("learner")
+    second = run.wait_for_process("learner", not_pid=first)
+    second.kill()
+    run.wait_for_process("learner", not_pid=second.pid)
+    go.touch()
+    result = run.result()
+    assert result.status == 0, result.stderr
+    assert result.summary["restarts"] == {"learner": 2}
     runs.check_clean(result, run.name)
 
 

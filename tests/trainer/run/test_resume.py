@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,62 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     assert result.status == 130, result.stderr
     assert run.name not in Store.list()
     assert run.processes() == []
+
+
+def test_ctrl_c_while_the_first_process_is_still_being_started(tmp_path: Path) -> None:
+    run = runs.start(tmp_path, "schedule.steps=500")
+    run.wait_for_process("shmrl-template")
+    run.process.send_signal(signal.SIGINT)
+    result = run.result()
+    assert (result.status, result.summary["steps"]) == (130, 0), result.stderr
+    runs.check_clean(result, run.name)
+
+
+def test_ctrl_c_while_the_model_is_built_and_warmed_up_kills_and_counts_no_death(
+    tmp_path: Path,
+) -> None:
+    warmup = "warmup={steps_max: 1000000, target: 1.0, batch: 16, eval_every: 1000000}"
+    run = runs.start(tmp_path, "schedule.steps=500", warmup)
+    run.interrupt()
+    result = run.result()
+    assert (result.status, result.summary["steps"]) == (130, 0), result.stderr
+    assert (result.summary["error"], result.summary["restarts"]) == (None, {})
+    runs.check_clean(result, run.name)
+
+
+SLOW_CHECKPOINT = """
+import asyncio, pathlib, trainer.snapshot as s
+real = s.write
+async def slow(frozen, folder, *rest):
+    there = pathlib.Path({there!r})
+    if not there.exists():
+        return await real(frozen, folder, *rest)
+    (there / "writes").touch()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        frozen.thaw()
+s.write = slow
+"""
+
+
+def test_many_ctrl_c_in_a_checkpoint_leave_the_one_before(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    settings = ("schedule.steps=500", "eval.prompts=0", "checkpoint.every=2")
+    run = runs.start(tmp_path, *settings, prelude=SLOW_CHECKPOINT.format(there=str(there)))
+    run.wait_for_file("checkpoints/step-2")
+    there.mkdir()
+    run.wait_for_file(str(there / "writes"))  # of a checkpoint that never ends
+    while run.process.poll() is None:  # by somebody who loses patience
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    result = run.result()
+    assert result.status == 130, result.stderr
+    latest = (run.folder / "checkpoints/latest").read_text().strip()
+    step = int(latest.removeprefix("step-"))
+    assert f"the checkpoint of step {step} is whole" in result.summary["error"]
+    runs.check_clean(result, run.name)
+    resumed = runs.resume(run.folder, f"schedule.steps={step + 2}").result()
+    assert (resumed.status, resumed.summary["steps"]) == (0, step + 2), resumed.stderr
+    left = {path.name for path in (run.folder / "checkpoints").iterdir()}
+    assert left <= {"latest", *(f"step-{n}" for n in range(step + 3))}

@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainer.cli
 import trainer.run.eval_run
@@ -130,6 +131,18 @@ def test_metrics_skip_what_is_no_number_and_survive_a_torn_last_line(folder: Run
     folder.keep_metrics_through(3)
     kept = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
     assert [r["train_step"] for r in kept] == [1, 2, 3]
+
+
+def test_tensorboard_shows_each_step_once_after_a_run_went_back(folder: RunFolder) -> None:
+    for first, rewards in ((0, (0.1, 0.2, 0.3)), (2, (0.7, 0.8, 0.9))):
+        writer = MetricsWriter(folder.metrics_file, folder.tensorboard, first)
+        for step, reward in enumerate(rewards, start=first or 1):
+            writer.write(step, {"reward": reward})
+        writer.close()
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    found = [(event.step, round(event.value, 3)) for event in events.Scalars("reward")]
+    assert found == [(1, 0.1), (2, 0.7), (3, 0.8), (4, 0.9)]
 
 
 def test_the_plot_is_a_picture(folder: RunFolder) -> None:

@@ -108,7 +108,7 @@ class Judge(Protocol):
     """Scores a finished rollout."""
 
     def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float | Awaitable[float]:
-        """A finite reward for what the policy answered; an `async def`, or a plain function.
+        """A finite reward for what the policy answered; plain, or something to await for it.
 
         `text`: all that it sampled; `trace`: every token, when `ProducerParts.judge_reads_trace`.
 

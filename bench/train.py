@@ -2,11 +2,13 @@
 
 Owns the comparison of two runs of the command line that do the same work, one with the synchronous
 schedule (produce, then train, then sync), one with the asynchronous: each learner and producer a
-process of its own on one pinned thread. Two mixes: *balanced* (bench/balanced.yaml), in which
-generation and training cost about the same, so that two cores can at best halve the time of a
-step, and *quickstart* (examples/quickstart.yaml without warm-up and evaluation), in which they do
-not. The runs alternate; figures are of the steps after the first few, from the runs' own
-metrics.jsonl (docs/metrics.md says what each is).
+process of its own on one pinned thread. Three mixes: *balanced* (bench/balanced.yaml, up to 24 new
+tokens a rollout), in which generation and training cost about the same, so that two cores can at
+best halve the time of a step; *quickstart* (examples/quickstart.yaml without warm-up and
+evaluation, 7 tokens), in which they do not; and *longer*, balanced with up to 96 tokens. What the
+runtime takes goes with the number of rollouts, arithmetic with their tokens, so the three show from
+which size on the one is small beside the other. The runs alternate; figures are of the steps after
+the first few, from the runs' own metrics.jsonl (docs/metrics.md says what each is).
 
 Overhead, as wall time: the share of all steps together that is not the longest chain of arithmetic.
 Arithmetic is the CPU time of two calls, an engine's pass (admission, forward, sampling, cache, and
@@ -50,6 +52,7 @@ class Mix:
     name: str
     config: Path
     changes: tuple[str, ...] = ()
+    steps: int = 60
     goals: bool = False
 
 
@@ -64,6 +67,13 @@ MIXES = (
             *("metrics.plot=false", "metrics.tensorboard=false"),
         ),
     ),
+    Mix(
+        "longer",
+        ROOT / "bench" / "balanced.yaml",
+        ("rollout.max_new_tokens=96", "model.config.max_position_embeddings=128"),
+        steps=20,
+        goals=True,
+    ),
 )
 
 
@@ -75,7 +85,7 @@ def main(args: BenchArgs) -> int:
     for mix in MIXES:
         if not args.wants(mix.name):
             continue
-        steps, repeats = (20, 1) if args.quick else (60, 2)
+        steps, repeats = (min(20, mix.steps), 1) if args.quick else (mix.steps, 2)
         try:
             report.add(*compare(mix, steps, repeats))
         except RunFailed as failed:

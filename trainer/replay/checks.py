@@ -54,7 +54,7 @@ def _plain(rollout: Rollout, uid: str) -> Rollout:
     try:
         _ENCODER.encode(rollout)
     except (TypeError, ValueError):
-        values = {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
+        values = {name: getattr(rollout, name) for name in Rollout.__struct_fields__}
         rollout = rollout.evolve(**{name: _as_python(value) for name, value in values.items()})
         try:
             _ENCODER.encode(rollout)

@@ -30,7 +30,7 @@ from trainer.environments import ByTask
 from trainer.errors import NotStarted, TrainerError
 from trainer.evaluation import Evaluator
 from trainer.pending import ProducerConfig, ProducerParts
-from trainer.placement import Cores, rest_device
+from trainer.placement import Cores, keep_for_good, rest_device
 from trainer.producer import PauseReport, Producer
 from trainer.rollout import Prompt
 from trainer.run.engine_actor import EngineUse, make_engine, use_of
@@ -98,6 +98,7 @@ class ProducerActor:
             environment=self._tasks,
             judge=self._tasks,
         )
+        keep_for_good()
 
     async def start(
         self, desk: Handle | None, engines: Mapping[str, Handle], weights: WeightsVersion

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -29,7 +28,7 @@ def test_status_of_a_group_is_the_first_of_four_that_any_member_has(statuses: li
 def test_L09_a_status_that_was_read_cannot_be_wiped_afterwards() -> None:
     rollout = Rollout("s", status=Status.FAILED)
     group = Group(rollouts=[rollout])
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError, match="immutable"):
         rollout.status = Status.INIT  # type: ignore[misc]
     rollout.cut_to_prompt(Status.ABORTED)
     assert group.status is Status.FAILED
@@ -38,7 +37,7 @@ def test_L09_a_status_that_was_read_cannot_be_wiped_afterwards() -> None:
 def test_L05_a_rollout_carries_a_session_id_and_positions_but_no_reference() -> None:
     allowed = (str, int, float, tuple, type(None), Status, FinishReason, dict)
     rollout = Rollout("s", leaves=(1, 2), metrics={"a": 1.0})
-    for field in dataclasses.fields(rollout):
+    for field in msgspec.structs.fields(rollout):
         assert isinstance(getattr(rollout, field.name), allowed), field.name
 
 

@@ -9,6 +9,7 @@ producer's loop.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import traceback
@@ -30,6 +31,7 @@ __all__ = ["PendingGroup", "ProducerConfig", "ProducerParts", "session_id"]
 
 T = TypeVar("T")
 
+_NOT_BEGUN = inspect.CORO_CREATED
 _log = logging.getLogger("trainer")
 
 #: Ids of sessions have at most this many bytes of UTF-8.
@@ -253,6 +255,7 @@ class PendingGroup:
         """Ask the judge; -> reward and error: a time-out or a reward that is no number is one."""
         limit_s = self._config.judge_timeout_s
         limit: asyncio.Timeout | None = None
+        asked: object = None
         try:
             verdict = asked = self._asked(conversation)
             if isinstance(asked, Awaitable):
@@ -270,6 +273,9 @@ class PendingGroup:
         # Judges are user code: whatever they raise fails this rollout and no other (L13).
         except (Exception, BaseExceptionGroup) as error:
             return None, _text_of(error)
+        finally:
+            if inspect.iscoroutine(asked) and inspect.getcoroutinestate(asked) == _NOT_BEGUN:
+                asked.close()  # cancelled before its task ran
 
     def _asked(self, conversation: Conversation) -> float | Awaitable[float]:
         """The verdict of a plain judge, or what has yet to be run to have one."""

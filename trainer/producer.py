@@ -114,7 +114,7 @@ class Producer:
         finally:
             await self._cancel_groups()
             if cancelled:
-                await self._dispatcher.give_back(self.owner)
+                await self._give_back()
 
     async def pause(self, timeout_s: float, drain: bool = False) -> PauseReport:
         """Stop new work and end what is pending; never loses a rollout, never hangs (L21).
@@ -141,6 +141,13 @@ class Producer:
         unfinished = [task for task in pending if not task.done()]
         cancelled = await self._cancel_groups()
         return PauseReport(n_pending - len(unfinished), cancelled, loop.time() - started)
+
+    async def _give_back(self) -> None:
+        """What was drawn and not begun goes out again, unless the run has ended with its desk."""
+        try:
+            await self._dispatcher.give_back(self.owner)
+        except Exception as error:
+            _log.info("nothing was given back: %s: %s", type(error).__name__, error)
 
     async def _abort_running(self) -> None:
         """An engine that fails at this costs the rollouts that run until the deadline, and not the

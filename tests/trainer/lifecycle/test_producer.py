@@ -334,12 +334,16 @@ def _fill(store: Store, session_id: str, size: int) -> None:
         store.put(bytes(size), session=session_id)
 
 
+def _fill_up(store: Store) -> None:
+    store.sessions.open("ballast", owner="somebody")
+    for size in (1 << 16, 64):
+        with pytest.raises(StoreFull):
+            _fill(store, "ballast", size)
+
+
 async def test_a_full_arena_is_waited_for_and_fails_no_rollout() -> None:
     with temporary_store("4MiB") as store:
-        store.sessions.open("ballast", owner="somebody")
-        for size in (1 << 16, 64):
-            with pytest.raises(StoreFull):
-                _fill(store, "ballast", size)
+        _fill_up(store)
         async with desk(store, script=Script(), dispatch=WIDE) as made:
             taking = asyncio.create_task(made.train(1))
             done, _ = await asyncio.wait([taking], timeout=0.3)
@@ -347,3 +351,19 @@ async def test_a_full_arena_is_waited_for_and_fails_no_rollout() -> None:
             store.sessions.release_owned("somebody")
             await asyncio.wait_for(taking, 30)
             assert made.producer.report().errors == {}
+
+
+async def test_a_rollout_that_gave_up_waiting_for_room_is_not_written_to_afterwards() -> None:
+    """Its session may be the buffer's by then, or another attempt's."""
+    with temporary_store("4MiB") as store:
+        _fill_up(store)
+        produce = {"rollout_timeout_s": 0.1, "grace_s": 0.1, "groups_max": 1}
+        async with desk(store, script=Script(), dispatch=WIDE, produce=produce) as made:
+            while not made.producer.report().put:
+                await asyncio.sleep(0.01)
+            await made.producer.pause(30)
+            held = store.sessions.list("replay")
+            assert held
+            store.sessions.release_owned("somebody")
+            await asyncio.get_running_loop().shutdown_default_executor()  # the threads are done
+            assert [made.traces.length(session_id) for session_id in held] == [0] * len(held)

@@ -117,6 +117,18 @@ def test_L30_the_three_schedules_train_the_same_number_of_groups_and_end_empty(
         assert parts.log[:4] == turns
 
 
+def test_L30_producers_that_have_nothing_in_production_are_not_told_to_rest(store: Store) -> None:
+    async def main() -> None:
+        async with desk(store, budget=StalenessBudget(0)) as made:  # only its batch is drawn
+            parts = _Parts(made)
+            await _run(made, "sync", parts)
+            assert "pause" not in parts.log
+            assert "resume" not in parts.log
+            assert len(parts.reports) == 4
+
+    run_virtual(main())
+
+
 def test_L30_a_session_that_outlives_its_batch_is_an_error_when_they_take_turns(
     store: Store,
 ) -> None:

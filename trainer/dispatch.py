@@ -8,8 +8,7 @@ takes the batch of a train step, split over the tasks by their weights; a task t
 nothing useful is left out instead of waited for.
 
 Lives in the driver, on the loop of the replay buffer; producers reach it as an actor, and may call
-its coroutines only: the other methods must run on that loop. Waits are
-futures; nothing polls.
+its coroutines only: the other methods must run on that loop. Waits are futures; nothing polls.
 """
 
 from __future__ import annotations

@@ -98,16 +98,19 @@ async def _with_signals(
         elif stop.is_set():
             task.cancel()
         else:
+            stop.set()
             told = "ends after the step under way, if any; once more ends it at once"
             display.note(f"{name}: {told}")
-            stop.set()
 
-    for number in _STOPPING:
+    # `nohup` has asked for the terminal's end to be ignored.
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    stopping = [number for number in _STOPPING if not (ignored and number == signal.SIGHUP)]
+    for number in stopping:
         loop.add_signal_handler(number, interrupt, number.name)
     try:
         return await fit(folder, resume=resume, display=display, stop=stop, gpus=gpus)
     finally:
-        for number in _STOPPING:
+        for number in stopping:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
 
@@ -300,7 +303,11 @@ class _Run:
             self.display.note(missing)
         folder = self.folder.tensorboard if wanted and not missing else None
         first_step = self.checkpoint.train_step + 1 if self.checkpoint else 0
-        return MetricsWriter(self.folder.metrics_file, folder, first_step)
+        return MetricsWriter(self.folder.metrics_file, folder, first_step, self._warn)
+
+    def _warn(self, text: str) -> None:
+        self.display.note(text)
+        self.summary.warnings.append(text)
 
     async def _dispatcher(self, store: Store) -> Dispatcher:
         """Buffer, prompts and books: new ones, or those of the checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -123,7 +124,7 @@ async def test_output_is_forwarded_with_the_actors_name_and_kept_in_its_file(
     assert "other file" in (tmp_path / "elsewhere.txt").read_text()
 
 
-def test_a_run_whose_driver_was_killed_is_not_listed_as_alive() -> None:
+async def test_a_run_whose_driver_was_killed_is_not_listed_and_the_next_run_sweeps_it() -> None:
     name = unique_name("dead")
     driver = """
 import asyncio, os, signal, sys, actors
@@ -140,13 +141,28 @@ actors.run(main())
         assert process.stdout.readline() == "up\n"
         assert name in live_runs()
         process.kill()
-    folder = runs_root() / name
-    assert (folder / "status.sock").exists()
     assert name not in live_runs()
     with pytest.raises(actors.RuntimeClosed, match=r"no run named .* is alive"):
         status_socket(name)
-    assert name in sweep()
+    async with actors.Runtime():
+        assert not (runs_root() / name).exists()
+
+
+async def test_the_folder_of_a_live_run_is_not_swept_and_is_made_again_if_removed() -> None:
+    async with actors.Runtime() as rt:
+        folder = runs_root() / rt.name
+        async with actors.Runtime():
+            assert rt.name not in sweep()
+        assert (folder / "status.sock").exists()
+        shutil.rmtree(folder)  # by somebody who cleans /tmp
+        victim = await rt.spawn(Chatty)
+        assert await victim.pid() > 0
     assert not folder.exists()
+
+
+class Chatty:
+    async def pid(self) -> int:
+        return os.getpid()
 
 
 def test_durations_in_the_table_have_a_fitting_unit() -> None:

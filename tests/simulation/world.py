@@ -267,6 +267,7 @@ class _World:
             await asyncio.sleep(self.rng.uniform(0, 1))
             self.dispatcher.owner_died(name)
             self.spawn_producer(name)
+            await asyncio.sleep(0.5)  # it works before it hears of a pause
             if self.paused:
                 await self.producers[name][0].pause(10)
 

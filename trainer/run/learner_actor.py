@@ -291,7 +291,9 @@ class LearnerActor:
         """A folder for transformers' from_pretrained."""
         from safetensors import SafetensorError
 
-        from trainer.model.models import export_hf
+        from trainer.model.models import export_hf, sweep_exports
+
+        sweep_exports(Path(folder).parent)  # of a learner that died in the middle of one
 
         try:
             export_hf(self._ready.model, self._tokenizer, Path(folder))

@@ -13,7 +13,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,8 +151,9 @@ async def _counted(
         yield deaths
     finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait((task,))  # and not `await task`: a cancellation of ours passes
+        if not task.cancelled():
+            task.result()
 
 
 async def _start(

@@ -8,8 +8,7 @@ takes the batch of a train step, split over the tasks by their weights; a task t
 nothing useful is left out instead of waited for.
 
 Lives in the driver, on the loop of the replay buffer; producers reach it as an actor, and may call
-its coroutines only: the other methods must run on that loop. Waits are
-futures; nothing polls.
+its coroutines only: the other methods must run on that loop. Waits are futures; nothing polls.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import asyncio
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +142,21 @@ class Dispatcher:
         self._judge_task(group, status)
         self._wake()
         return status
+
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> list[Status]:
+        """`put` for each, side by side: one that waits for room keeps no other from its place.
+
+        Raises the first error when all have ended.
+        """
+        if len(groups) == 1:
+            return [await self.put(groups[0], owner=owner)]
+        puts = (self.put(group, owner=owner) for group in groups)
+        found = await asyncio.gather(*puts, return_exceptions=True)
+        statuses = [status for status in found if isinstance(status, Status)]
+        for error in found:
+            if isinstance(error, BaseException):
+                raise error
+        return statuses
 
     async def cancel(self, group: Group, *, owner: str) -> int:
         """Give a drawn group up (L21): sessions released, rollouts booked; -> how many. Twice is no

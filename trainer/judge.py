@@ -55,7 +55,7 @@ def build_judge(task: TaskConfig) -> TaskJudge:
         )
     if config.kind == "math_verify":
         return _InProcess("trainer.user_code.judges:math_verify_score", config, {})
-    assert config.target is not None, "config_checks lets no callable without a target through"
+    assert config.target is not None, "the checks let no callable without a target through"
     return _InProcess(config.target, config, None)
 
 

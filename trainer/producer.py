@@ -33,7 +33,7 @@ class Desk(Protocol):
 
     async def let_go(self, owner: str) -> None: ...
 
-    async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status: ...
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status]: ...
 
     async def cancel(self, group: Group, *, owner: str) -> int: ...
 
@@ -90,6 +90,8 @@ class Producer:
         self._resumed.set()
         self._changed = asyncio.Event()
         self._groups: dict[asyncio.Task[None], PendingGroup] = {}
+        self._finished: list[tuple[Group, asyncio.Future[Status]]] = []  # not sent yet
+        self._senders: set[asyncio.Task[None]] = set()
         self._report = ProducerReport()
         self._failure: BaseException | None = None
         self._stopped = False
@@ -232,8 +234,32 @@ class Producer:
     async def _produce(self, pending: PendingGroup) -> None:
         group = await pending.produce()
         # The desk knows the prompt: it need not travel back.
-        status = await self._dispatcher.put(group.evolve(prompt=None), owner=self.owner)
-        self._count(group, status)
+        self._count(group, await self._hand_in(group.evolve(prompt=None)))
+
+    async def _hand_in(self, group: Group) -> Status:
+        """Groups that end in the same turn of the loop go to the desk in one call."""
+        loop = asyncio.get_running_loop()
+        handed_in: asyncio.Future[Status] = loop.create_future()
+        self._finished.append((group, handed_in))
+        if len(self._finished) == 1:
+            sender = loop.create_task(self._send_finished())
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
+        return await handed_in
+
+    async def _send_finished(self) -> None:
+        finished, self._finished = self._finished, []
+        try:
+            groups = [group for group, _ in finished]
+            statuses = await self._dispatcher.put_all(groups, owner=self.owner)
+        except Exception as error:  # the desk is gone, or refused: each group's task says so
+            for _, handed_in in finished:
+                if not handed_in.done():
+                    handed_in.set_exception(error)
+            return
+        for (_, handed_in), status in zip(finished, statuses, strict=True):
+            if not handed_in.done():
+                handed_in.set_result(status)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._groups[task]
@@ -244,10 +270,12 @@ class Producer:
     async def _cancel_groups(self) -> int:
         """Cancel all group tasks and give their groups up; -> rollouts cancelled."""
         groups = dict(self._groups)
-        for task in groups:
+        ending = {*groups, *self._senders}
+        for task in ending:
             task.cancel()
-        if groups:
-            await asyncio.wait(groups)
+        if ending:
+            await asyncio.wait(ending)
+        self._finished.clear()  # of a sender that was cancelled before it began
         cancelled = 0
         for task, pending in groups.items():
             # A task that finished in spite of the cancellation has handed its group in; then this

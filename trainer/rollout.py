@@ -10,7 +10,7 @@ dataclasses they took ten times as long to make and to change.
 Who writes what: the sampler makes a `Prompt`; the producer makes `Rollout` and `Group` and fills in
 what engine and judge answered; the replay buffer changes `status` on expiry; nobody else writes.
 
-Imports numpy only. Used by every file of the trainer, in every process.
+Imports numpy and msgspec only. Used by every file of the trainer, in every process.
 """
 
 from __future__ import annotations
@@ -131,6 +131,10 @@ class Rollout(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.uid:
             force_setattr(self, "uid", self.session_id)
+        if type(self.status) is not Status:  # a text would be none of those that end a group (L09)
+            raise BadGroup(
+                f"the status of rollout {self.uid!r} is {self.status!r}; give a member of Status"
+            )
 
     @property
     def n_tokens(self) -> int:
@@ -175,6 +179,9 @@ class Group(msgspec.Struct, frozen=True):
             force_setattr(self, "rollouts", tuple(self.rollouts))
         if not self.rollouts:
             raise BadGroup(f"group {self.uid!r} has no rollouts; a group holds at least one")
+        for member in self.rollouts:
+            if not isinstance(member, Rollout):
+                raise BadGroup(f"the members of a group are Rollouts, not {member!r}")
         if not self.uid:
             force_setattr(self, "uid", self.rollouts[0].session_id)
 

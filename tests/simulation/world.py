@@ -131,8 +131,8 @@ class _Wire:
     async def let_go(self, owner: str) -> None:
         await self._call("let_go", owner)
 
-    async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status:
-        return await self._call("put", group, owner=owner, timeout=timeout)  # type: ignore[no-any-return]
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status]:
+        return await self._call("put_all", groups, owner=owner)  # type: ignore[no-any-return]
 
     async def cancel(self, group: Group, *, owner: str) -> int:
         return await self._call("cancel", group, owner=owner)  # type: ignore[no-any-return]

@@ -28,7 +28,7 @@ def build_environment(config: EnvironmentConfig) -> Environment:
         return SingleTurn()
     if config.kind == "tools":
         return ToolLoop(config.tools, max_turns=config.max_turns, timeout_s=config.tool_timeout_s)
-    assert config.target is not None, "config_checks lets no class without a target through"
+    assert config.target is not None, "the checks let no class without a target through"
     made = resolve(config.target)(**config.params)
     if not isinstance(made, Environment):
         raise TargetError(f"{config.target!r} has no `async def run(session, prompt)`")

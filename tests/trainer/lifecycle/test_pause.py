@@ -12,6 +12,7 @@ from shmstore import Store
 from tests.trainer.lifecycle.kit import (
     SLOW,
     WIDE,
+    CountingJudge,
     check_trace,
     desk,
 )
@@ -182,6 +183,31 @@ def test_a_rollout_that_is_cancelled_before_it_began_leaves_no_coroutine_behind(
             for task in asyncio.all_tasks():  # as a loop that is closed does
                 if task in made.producer._groups or "_guarded" in repr(task.get_coro()):
                     task.cancel()
+
+    run_virtual(main())
+    gc.collect()
+
+
+class _CancelsWhoAsks(CountingJudge):
+    """Cancels the groups when it is asked, before it answers."""
+
+    groups: Any = ()
+
+    def score(self, prompt: Prompt, text: str, trace: Trace | None) -> Any:
+        for task in self.groups:
+            task.cancel()
+        return super().score(prompt, text, trace)
+
+
+def test_a_rollout_that_is_cancelled_while_its_judge_is_asked_leaves_no_coroutine_behind(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        judge = _CancelsWhoAsks()
+        async with desk(store, judge=judge, dispatch=WIDE) as made:
+            judge.groups = made.producer._groups
+            await asyncio.sleep(60)
+            assert not made.producer._groups
 
     run_virtual(main())
     gc.collect()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from tests.trainer.lifecycle.kit import (
     check_trace,
     desk,
 )
+from trainer.dispatch import Dispatcher
 from trainer.engine.protocol import GenerateRequest, Generation
 from trainer.engine.scripted import Script, ScriptedEngine
 from trainer.environment import Session
 from trainer.errors import BadGroup, ToolError
-from trainer.rollout import FinishReason, Prompt, Trace
+from trainer.rollout import FinishReason, Group, Prompt, Rollout, Status, Trace
 from trainer.testing import run_virtual
 
 
@@ -221,10 +223,56 @@ def test_L13_an_engine_that_breaks_its_promise_fails_that_rollout(
             )
             running = asyncio.create_task(made.producer.run())
             await made.train(1)
+            await asyncio.sleep(1)  # the desk's answer is on its way
             (text,) = made.producer.report().errors
             assert said in text
             await made.producer.stop(10)
             await running
+
+    run_virtual(main())
+
+
+class _CountingDesk:
+    """Passes on what the producer asks, and keeps how many groups each call handed in."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self.handed_in: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dispatcher, name)
+
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status]:
+        self.handed_in.append(len(groups))
+        return await self._dispatcher.put_all(groups, owner=owner)
+
+
+def test_groups_that_end_in_one_turn_of_the_loop_are_handed_in_by_one_call(store: Store) -> None:
+    async def main() -> None:
+        script = Script(token_s=1.0, tokens_min=4, tokens_max=4)  # all end at the same time
+        dispatch = {"batch_groups": 4, "group_size": 2}
+        async with desk(store, script=script, dispatch=dispatch, run=False) as made:
+            counting = made.producer._dispatcher = _CountingDesk(made.dispatcher)
+            running = asyncio.create_task(made.producer.run())
+            await made.train(1)
+            assert counting.handed_in[0] == 8  # two batches, as the budget allows
+            await made.producer.stop(10)
+            await running
+
+    run_virtual(main())
+
+
+def test_an_error_at_one_group_of_a_call_keeps_no_other_from_its_place(store: Store) -> None:
+    async def main() -> None:
+        async with desk(store, run=False) as made:
+            stranger = Group(uid="never-drawn", task="math", rollouts=(Rollout("s"),))
+            works = await made.dispatcher.draw("producer-0", 1)
+            made.traces.open("t", owner="producer-0")
+            member = Rollout("t", status=Status.COMPLETED, reward=1.0)
+            mine = Group(uid=works[0].uid, task="math", rollouts=(member,))
+            with pytest.raises(BadGroup, match="never-drawn"):
+                await made.dispatcher.put_all([stranger, mine], owner="producer-0")
+            assert store.sessions.owner("t") == "replay"
 
     run_virtual(main())
 

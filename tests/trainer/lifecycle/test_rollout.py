@@ -50,9 +50,17 @@ def test_L25_records_travel_as_json_and_come_back_equal() -> None:
     assert msgspec.json.decode(msgspec.json.encode(group), type=Group) == group
 
 
-def test_a_group_without_rollouts_is_refused() -> None:
+def test_a_group_without_rollouts_or_with_anything_else_is_refused() -> None:
     with pytest.raises(BadGroup, match="no rollouts"):
         Group(uid="g")
+    with pytest.raises(BadGroup, match="are Rollouts, not 's-1'"):
+        Group(rollouts=["s-1"])  # type: ignore[list-item]
+
+
+def test_L09_a_status_that_is_a_text_is_refused_and_never_taken_for_completed() -> None:
+    for make in (Rollout, Rollout("s").evolve):
+        with pytest.raises(BadGroup, match="status of rollout 's' is 'failed'; give a member of"):
+            make(session_id="s", status="failed")
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,9 @@ class Dispatcher:
         if len(groups) == 1:
             return [await self.put(groups[0], owner=owner)]
         puts = [asyncio.ensure_future(self.put(group, owner=owner)) for group in groups]
-        await asyncio.sleep(0)  # in this turn each is filed, or begins to wait
+        await asyncio.wait(
+            puts, timeout=0
+        )  # in a turn of the loop each is filed, or begins to wait
         for put in puts:
             put.cancel()
         found = await asyncio.gather(*puts, return_exceptions=True)

@@ -144,7 +144,9 @@ async def _counted(
         async for event in rt.watch():
             if event.kind == "died" and event.more:  # not by our own hand
                 deaths[event.name] += 1
-                note(f"{event.name} died ({event.reason}); it is started again")
+                note(f"{event.name} died ({event.reason})")
+            elif event.kind == "restarted":
+                note(f"{event.name} was started again")
 
     task = asyncio.create_task(count())
     try:
@@ -213,7 +215,7 @@ class _Plan:
         self.restart = actors.Restart(max=faults.restarts_max, within=faults.restarts_within_s)
 
     def environment(self, process: str) -> dict[str, str]:
-        """Variables that libraries of the process read when they are loaded.
+        """Variables for libraries that the process loads itself, and for what it starts.
 
         The placement of `actors` hands devices out whole; here the configuration says who sees
         which, because a learner and an engine may share one.

@@ -279,10 +279,15 @@ class _Run:
         """Both processes build their models at once."""
         checkpoint = str(self.checkpoint.learner) if self.checkpoint else None
         board = await parts.runtime.host(ProgressBoard(self.display), name="board")
-        async with asyncio.TaskGroup() as tasks:
-            ready = tasks.create_task(parts.learner.start(checkpoint, board))
-            tasks.create_task(parts.producer.prepare())
-        return ready.result()
+        start = asyncio.ensure_future(parts.learner.start(checkpoint, board))
+        prepare = asyncio.ensure_future(parts.producer.prepare())
+        try:
+            ready, _ = await asyncio.gather(start, prepare)
+        finally:  # of either, when the other fails
+            start.cancel()
+            prepare.cancel()
+            await asyncio.gather(start, prepare, return_exceptions=True)
+        return ready
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Its result; None when the run is stopped first, and `work` has been cancelled."""

@@ -60,7 +60,8 @@ class RunDir:
         self.path = runs_root() / check_name("the name of a run", name)
         with _alone():
             self._make(name)
-            _sweep()
+            with contextlib.suppress(OSError):  # what of the dead cannot go stops no new run
+                _sweep()
 
     def _make(self, name: str) -> None:
         self.path.mkdir(mode=0o700, exist_ok=True)

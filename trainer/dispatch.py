@@ -143,19 +143,25 @@ class Dispatcher:
         self._wake()
         return status
 
-    async def put_all(self, groups: Sequence[Group], *, owner: str) -> list[Status]:
-        """`put` for each, side by side: one that waits for room keeps no other from its place.
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> list[Status | None]:
+        """`put` for each; of several, None for one that would have to wait for room: nothing has
+        become of it, and it is put alone, so that the others' producer hears of them at once.
 
         Raises the first error when all have ended.
         """
         if len(groups) == 1:
             return [await self.put(groups[0], owner=owner)]
-        puts = (self.put(group, owner=owner) for group in groups)
+        puts = [asyncio.ensure_future(self.put(group, owner=owner)) for group in groups]
+        # In a turn of the loop each is filed, or begins to wait.
+        await asyncio.wait(puts, timeout=0)
+        for put in puts:
+            put.cancel()
         found = await asyncio.gather(*puts, return_exceptions=True)
-        statuses = [status for status in found if isinstance(status, Status)]
-        for error in found:
-            if isinstance(error, BaseException):
-                raise error
+        statuses: list[Status | None] = []
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+            statuses.append(one if isinstance(one, Status) else None)
         return statuses
 
     async def cancel(self, group: Group, *, owner: str) -> int:

@@ -33,7 +33,7 @@ class Desk(Protocol):
 
     async def let_go(self, owner: str) -> None: ...
 
-    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status]: ...
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status | None]: ...
 
     async def cancel(self, group: Group, *, owner: str) -> int: ...
 
@@ -90,7 +90,7 @@ class Producer:
         self._resumed.set()
         self._changed = asyncio.Event()
         self._groups: dict[asyncio.Task[None], PendingGroup] = {}
-        self._finished: list[tuple[Group, asyncio.Future[Status]]] = []  # not sent yet
+        self._finished: list[tuple[Group, asyncio.Future[Status | None]]] = []  # not sent yet
         self._senders: set[asyncio.Task[None]] = set()
         self._report = ProducerReport()
         self._failure: BaseException | None = None
@@ -237,9 +237,17 @@ class Producer:
         self._count(group, await self._hand_in(group.evolve(prompt=None)))
 
     async def _hand_in(self, group: Group) -> Status:
-        """Groups that end in the same turn of the loop go to the desk in one call."""
+        """Groups that end in the same turn of the loop go to the desk in one call; one that has to
+        wait for room then goes alone.
+        """
+        status = await self._hand_in_with_others(group)
+        while status is None:
+            (status,) = await self._dispatcher.put_all([group], owner=self.owner)
+        return status
+
+    async def _hand_in_with_others(self, group: Group) -> Status | None:
         loop = asyncio.get_running_loop()
-        handed_in: asyncio.Future[Status] = loop.create_future()
+        handed_in: asyncio.Future[Status | None] = loop.create_future()
         self._finished.append((group, handed_in))
         if len(self._finished) == 1:
             sender = loop.create_task(self._send_finished())

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -67,7 +66,8 @@ class SamplingParams:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, eq=False):
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateRequest:
     """One continuation of a context.
 
     token_ids int32 [P]: the whole context so far. `group_id`: requests of one group share a prefix

@@ -41,11 +41,12 @@ class RemoteDesk:
         # No sign of life: a producer that dies at each start draws as well.
         return await self._dispatcher.draw(owner, n)
 
-    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status]:
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status | None]:
         """See `Dispatcher.put_all`."""
         statuses = await self._dispatcher.put_all(groups, owner=owner)
         for status in statuses:
-            self._moved(f"{owner} handed in a group, {status.value}")
+            if status is not None:
+                self._moved(f"{owner} handed in a group, {status.value}")
         return statuses
 
     async def cancel(self, group: Group, *, owner: str) -> int:

@@ -19,6 +19,7 @@ from tests.trainer.lifecycle.kit import (
     WIDE,
     CountingJudge,
     OneTurn,
+    Questions,
     TwoTurns,
     check_trace,
     desk,
@@ -29,7 +30,7 @@ from trainer.engine.scripted import Script, ScriptedEngine
 from trainer.environment import Session
 from trainer.errors import BadGroup, ToolError
 from trainer.rollout import FinishReason, Group, Prompt, Rollout, Status, Trace
-from trainer.testing import run_virtual
+from trainer.testing import make_segment, run_virtual
 
 
 @pytest.mark.parametrize("environment", [OneTurn(), TwoTurns()])
@@ -242,7 +243,7 @@ class _CountingDesk:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dispatcher, name)
 
-    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status]:
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status | None]:
         self.handed_in.append(len(groups))
         return await self._dispatcher.put_all(groups, owner=owner)
 
@@ -273,6 +274,34 @@ def test_an_error_at_one_group_of_a_call_keeps_no_other_from_its_place(store: St
             with pytest.raises(BadGroup, match="never-drawn"):
                 await made.dispatcher.put_all([stranger, mine], owner="producer-0")
             assert store.sessions.owner("t") == "replay"
+
+    run_virtual(main())
+
+
+def test_L31_a_group_that_waits_for_room_holds_up_none_that_ended_with_it(store: Store) -> None:
+    """Nor the slot of one: its task may be what the learner lacks."""
+
+    async def main() -> None:
+        sources = {"math": Questions("math"), "code": Questions("code")}
+        dispatch = {"batch_groups": 4, "group_size": 2}
+        async with desk(store, sources=sources, dispatch=dispatch, run=False) as made:
+            works = await made.dispatcher.draw("producer-0", 4)
+            groups = []
+            for work in works:
+                made.traces.open(work.uid, owner="producer-0")
+                made.traces.insert(work.uid, make_segment(4))
+                member = Rollout(work.uid, status=Status.COMPLETED, reward=1.0)
+                groups.append(Group(uid=work.uid, task=work.task, rollouts=(member,)))
+            made.buffer.max_bytes = 1
+            told = await made.dispatcher.put_all(groups, owner="producer-0")
+            assert told == [Status.COMPLETED, None, None, None]  # an empty buffer takes any
+            assert len(store.sessions.list("producer-0")) == 3
+            taker = asyncio.create_task(made.dispatcher.take(1, owner="learner"))
+            await asyncio.sleep(0)
+            told = await made.dispatcher.put_all(groups[1:], owner="producer-0")
+            assert told == [Status.COMPLETED] * 3  # what a taker lacks
+            assert len(await taker) == 4
+            store.sessions.release_owned("learner")
 
     run_virtual(main())
 

@@ -79,7 +79,8 @@ def run_blocking(
     finally:
         display.close()
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that was installed from C cannot be put back
+                signal.signal(number, handler)
 
 
 async def _with_signals(

@@ -230,6 +230,11 @@ class Agent:
         if notice.uid != self._request["uid"]:
             self._node.note(notice)
 
+    async def notices(self, notices: tuple[Notice, ...]) -> None:
+        """What happened to others while this one was constructed."""
+        for notice in notices:
+            await self.notice(notice)
+
     async def stop(self, timeout_s: float) -> bool:
         """Finish accepted calls, run `on_stop`, end the process. False if calls were cut off."""
         clean = True

@@ -202,8 +202,9 @@ class Node:
     def note(self, notice: Notice) -> None:
         """Take in a notice; calls that it decides end here."""
         peer = self.peer(notice.uid, notice.name)
-        if notice.incarnation < peer.incarnation:
+        if notice.incarnation < peer.incarnation or notice.version < peer.version:
             return
+        peer.version = notice.version
         peer.name, peer.node_uid, peer.incarnation = (
             notice.name, notice.node_uid, notice.incarnation,
         )  # fmt: skip
@@ -336,6 +337,8 @@ class Node:
         try:
             notice = await self.resolve(peer.uid)
         except ActorError as error:
+            if peer.state != State.STARTING:
+                return  # news came first
             peer.state = State.DEAD
             peer.death = (str(error), None, "")
             self._fail_calls(peer, unsent_too=True)

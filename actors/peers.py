@@ -35,7 +35,11 @@ class State:
 
 @dataclass(frozen=True)
 class Notice:
-    """What the hub tells every node about an actor, in the order in which it happened."""
+    """What the hub tells every node about an actor, in the order in which it happened.
+
+    Answers of the hub carry one as well, and may be looked at later than news that came after
+    them: `version` counts the changes of state, and what is older is no news.
+    """
 
     uid: int
     name: str
@@ -49,6 +53,7 @@ class Notice:
     reason: str = ""
     exit_code: int | None = None
     stderr_tail: str = ""
+    version: int = 0
 
 
 class Peer:
@@ -56,7 +61,8 @@ class Peer:
 
     __slots__ = (
         "address", "class_name", "death", "in_flight", "in_flight_max", "incarnation", "link",
-        "lost", "methods", "name", "node_uid", "pid", "state", "uid", "waiting", "waiting_live",
+        "lost", "methods", "name", "node_uid", "pid", "state", "uid", "version", "waiting",
+        "waiting_live",
     )  # fmt: skip
 
     def __init__(self, uid: int, name: str, in_flight_max: int) -> None:
@@ -65,6 +71,7 @@ class Peer:
         self.state = ""  # unknown until a notice or a lookup
         self.node_uid = uid
         self.incarnation = 0
+        self.version = 0
         self.address = ""
         self.class_name = ""
         self.methods: tuple[tuple[str, int], ...] = ()

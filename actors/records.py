@@ -95,6 +95,7 @@ class Record:
         self.node_uid = uid
         self.state = State.STARTING
         self.incarnation = 0
+        self.version = 0  # changes of state
         self.pid = 0
         self.address = ""
         self.started_s = time.time()
@@ -130,7 +131,7 @@ class Record:
         return Notice(
             self.uid, self.spec.name, self.state, self.node_uid, self.incarnation, self.address,
             self.spec.class_name, self.spec.methods, self.pid, self.reason, self.exit_code,
-            self.stderr_tail,
+            self.stderr_tail, self.version,
         )  # fmt: skip
 
     def event(self, kind: str, *, more: bool = False) -> Event:

@@ -1,7 +1,8 @@
 """The run's directory: sockets and a lock, readable by our user only.
 
 Owns `/tmp/shmrl-UID/NAME`: mode 0700, one per live run, with the lock that tells a live run from
-debris. Called by `runtime` in the driver and by `top` from outside.
+debris; each new run removes the debris. Who makes or removes one holds the lock of them all for
+that moment. Called by `runtime` in the driver and by `top` from outside.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .errors import RunExists, RuntimeClosed, UsageError
 __all__ = ["RunDir", "check_name", "live_runs", "runs_root", "status_socket", "sweep"]
 
 _STATUS_SOCKET = "status.sock"
+_LOCK_OF_ALL = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 
 
@@ -56,6 +58,12 @@ class RunDir:
 
     def __init__(self, name: str) -> None:
         self.path = runs_root() / check_name("the name of a run", name)
+        with _alone():
+            self._make(name)
+            with contextlib.suppress(OSError):  # what of the dead cannot go stops no new run
+                _sweep()
+
+    def _make(self, name: str) -> None:
         self.path.mkdir(mode=0o700, exist_ok=True)
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -73,6 +81,9 @@ class RunDir:
             leftover.unlink(missing_ok=True)
 
     def socket_path(self, name: str) -> str:
+        """Where a process of the run listens; a directory that somebody removed is made again."""
+        runs_root()
+        self.path.mkdir(mode=0o700, exist_ok=True)
         return str(self.path / f"{name}.sock")
 
     def remove(self, *, keep_sockets: bool = False) -> None:
@@ -84,6 +95,11 @@ class RunDir:
 
 def sweep() -> list[str]:
     """Remove the directories of runs that are dead; returns their names."""
+    with _alone():
+        return _sweep()
+
+
+def _sweep() -> list[str]:
     removed = []
     for path in runs_root().iterdir():
         with _lock_of_the_dead(path) as dead:
@@ -95,12 +111,23 @@ def sweep() -> list[str]:
 
 
 @contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One process at a time makes or removes directories: nobody removes one that is being made."""
+    lock = os.open(runs_root() / _LOCK_OF_ALL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
 def _lock_of_the_dead(folder: Path) -> Iterator[bool]:
     """True, and the run's lock is ours meanwhile, when its driver is gone."""
     try:
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield False  # being made, or not ours to judge
+    except (FileNotFoundError, NotADirectoryError):
+        yield False  # not ours to judge, or the lock of all
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,10 +140,11 @@ def _lock_of_the_dead(folder: Path) -> Iterator[bool]:
 
 
 def _remove(folder: Path) -> None:
-    """Sockets, the lock and the folder; there is nothing else in it."""
-    for path in folder.iterdir():
-        path.unlink(missing_ok=True)
-    folder.rmdir()
+    """Sockets, the lock and the folder; there is nothing else in it. It may be gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _listens(path: Path) -> bool:

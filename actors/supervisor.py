@@ -221,6 +221,7 @@ class Supervisor:
                 os.close(end)
         node.adopt_socket(ours, record.uid, record.incarnation)
         directory = tuple(r.notice() for r in self.records.values() if r.state == State.UP)
+        then = {r.uid: r.version for r in self.records.values()}
         try:
             construct = agent_method(node, record.uid, "construct")
             record.address = await construct(spec.blob, directory)
@@ -237,6 +238,10 @@ class Supervisor:
             ) from None
         if spec.restart is None:
             record.forget_arguments()
+        others = (r for r in self.records.values() if r is not record)
+        missed = tuple(r.notice() for r in others if r.version != then.get(r.uid, 0))
+        if missed:
+            agent_method(node, record.uid, "notices").tell(missed)
         self._set_state(record, State.UP)
 
     def _request(self, record: Record) -> dict[str, Any]:
@@ -471,6 +476,7 @@ class Supervisor:
     def _set_state(self, record: Record, state: str) -> None:
         """The one place where a state changes: every process hears of it."""
         record.state = state
+        record.version += 1
         for waiter in record.waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -1,9 +1,10 @@
 """The warm process: has imported the runtime, forks an actor on request, reaps it, reports its end.
 
 Owns the actor processes as their parent. Started by `spawn.Spawner` in the driver as a process of
-its own, single-threaded, without an event loop, without a ZeroMQ context, without torch: the only
-kind of process from which a fork is safe. Speaks JSON over one SOCK_SEQPACKET socket, which is its
-lifeline too: when the driver is gone, it kills every process group that is not detached, and ends.
+its own, single-threaded, without an event loop, without a ZeroMQ context: the only kind of process
+from which a fork is safe, so what it is told to preload has to keep to that. Speaks JSON over one
+SOCK_SEQPACKET socket, which is its lifeline too: when the driver is gone, it kills every process
+group that is not detached, and ends.
 """
 
 from __future__ import annotations

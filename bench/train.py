@@ -2,11 +2,13 @@
 
 Owns the comparison of two runs of the command line that do the same work, one with the synchronous
 schedule (produce, then train, then sync), one with the asynchronous: each learner and producer a
-process of its own on one pinned thread. Two mixes: *balanced* (bench/balanced.yaml), in which
-generation and training cost about the same, so that two cores can at best halve the time of a
-step, and *quickstart* (examples/quickstart.yaml without warm-up and evaluation), in which they do
-not. The runs alternate; figures are of the steps after the first few, from the runs' own
-metrics.jsonl (docs/metrics.md says what each is).
+process of its own on one pinned thread. Three mixes: *balanced* (bench/balanced.yaml, up to 24 new
+tokens a rollout), in which generation and training cost about the same, so that two cores can at
+best halve the time of a step; *quickstart* (examples/quickstart.yaml without warm-up and
+evaluation, 7 tokens), in which they do not; and *longer*, the first with up to 96 tokens. What the
+runtime takes goes with the number of rollouts, arithmetic with their tokens, so the three show from
+which size on the one is small beside the other. The runs alternate; figures are of the steps after
+the first few, from the runs' own metrics.jsonl (docs/metrics.md says what each is).
 
 Overhead, as wall time: the share of all steps together that is not the longest chain of arithmetic.
 Arithmetic is the CPU time of two calls, an engine's pass (admission, forward, sampling, cache, and
@@ -50,11 +52,19 @@ class Mix:
     name: str
     config: Path
     changes: tuple[str, ...] = ()
-    goals: bool = False
+    steps: int = 60
+    halves: bool = False
+    """Generation and training cost about the same."""
+    overhead_goals: Goals = ()
 
 
 MIXES = (
-    Mix("balanced", ROOT / "bench" / "balanced.yaml", goals=True),
+    Mix(
+        "balanced",
+        ROOT / "bench" / "balanced.yaml",
+        halves=True,
+        overhead_goals=(OVERHEAD_GOAL,),
+    ),
     Mix(
         "quickstart",
         ROOT / "examples" / "quickstart.yaml",
@@ -63,6 +73,13 @@ MIXES = (
             *("warmup=null", "replay.filter_equal_rewards=false"),
             *("metrics.plot=false", "metrics.tensorboard=false"),
         ),
+    ),
+    Mix(
+        "longer",
+        ROOT / "bench" / "balanced.yaml",
+        ("rollout.max_new_tokens=96", "model.config.max_position_embeddings=128"),
+        steps=20,
+        overhead_goals=(OVERHEAD_GOAL,),
     ),
 )
 
@@ -75,7 +92,7 @@ def main(args: BenchArgs) -> int:
     for mix in MIXES:
         if not args.wants(mix.name):
             continue
-        steps, repeats = (20, 1) if args.quick else (60, 2)
+        steps, repeats = (min(20, mix.steps), 1) if args.quick else (mix.steps, 2)
         try:
             report.add(*compare(mix, steps, repeats))
         except RunFailed as failed:
@@ -131,7 +148,7 @@ def compare(mix: Mix, steps: int, repeats: int) -> list[Row]:
         for schedule, rows in taken.items()
     }
     ratio = step["async"].median_s / step["sync"].median_s
-    goals = (ASYNC_GOAL,) if mix.goals else ()
+    goals = (ASYNC_GOAL,) if mix.halves else ()
     work = f"train step, {mix.name}"
     found = [
         step["sync"].row(work, "sync", note=_halves(taken["sync"])),
@@ -199,7 +216,7 @@ def _shares(mix: Mix, schedule: str, rows: Sequence[dict[str, Any]]) -> list[Row
             wall,
             "x",
             "share of all steps outside the longest chain of arithmetic",
-            (OVERHEAD_GOAL,) if mix.goals else (),
+            mix.overhead_goals,
         ),
         row("overhead of the runtime, CPU", cpu, "x", "share of all CPU time of the run"),
     ]

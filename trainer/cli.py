@@ -10,6 +10,7 @@ run was left in the arena (its owners are printed); 130 interrupted (Ctrl-C).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -30,12 +31,24 @@ _PASSED_ON = ("store", "top", "bench")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
+    _fill_standard_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in _PASSED_ON:
         return _guarded(lambda: _PASS[given[0]](given[1:]))
     options = _parser().parse_args(given)
     command: Callable[[argparse.Namespace], int] = options.command
     return _guarded(lambda: command(options))
+
+
+def _fill_standard_streams() -> None:
+    """A stream that was closed before we began (`<&-`) leads to nowhere: otherwise the next file
+    or socket that is opened takes its number, and is written to or guarded as if it were that.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: that one
+            os.set_inheritable(opened, True)
+            setattr(sys, name, os.fdopen(opened, mode))
 
 
 def _guarded(command: Callable[[], int]) -> int:
@@ -50,7 +63,7 @@ def _guarded(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return status
     except ConfigError as error:
-        print(f"shmrl: {error}", file=sys.stderr)
+        _complain(f"shmrl: {error}")
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -58,15 +71,15 @@ def _guarded(command: Callable[[], int]) -> int:
         if _reader_has_gone():
             _drop_output()
             return status
-        print(f"shmrl: {type(error).__name__}: {error}", file=sys.stderr)
+        _complain(f"shmrl: {type(error).__name__}: {error}")
         return EXIT_FAILED
     except TrainerError as error:
-        print(f"shmrl: {type(error).__name__}: {error}", file=sys.stderr)
+        _complain(f"shmrl: {type(error).__name__}: {error}")
         return EXIT_FAILED
     except Exception as error:
         if not _is_ours(error):
             raise
-        print(f"shmrl: {type(error).__name__}: {error}", file=sys.stderr)
+        _complain(f"shmrl: {type(error).__name__}: {error}")
         return EXIT_FAILED
 
 
@@ -76,6 +89,12 @@ def _tell(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         _drop_output()
+
+
+def _complain(text: str) -> None:
+    """A line on stderr, if there is one; the exit status says the same."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _reader_has_gone() -> bool:
@@ -199,7 +218,7 @@ def _fit(folder: object, options: argparse.Namespace, *, resume: bool) -> int:
     if options.json:
         _tell(json.dumps(summary.to_json()))
     if summary.error:
-        print(f"shmrl: {summary.error}", file=sys.stderr)
+        _complain(f"shmrl: {summary.error}")
     return summary.exit
 
 
@@ -214,14 +233,13 @@ def _eval(options: argparse.Namespace) -> int:
         prompts=options.prompts,
         temperature=options.temperature,
         gpus=_gpus(),
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        say=_complain,
     )
     _tell(json.dumps(result) if options.json else _lines(result))
     if result["reward"] is None:
-        print(
+        _complain(
             f"shmrl: {result['failed']} of {result['rollouts']} rollouts failed; why is in "
-            f"{folder.logs / 'eval'}",
-            file=sys.stderr,
+            f"{folder.logs / 'eval'}"
         )
         return EXIT_FAILED
     return EXIT_OK
@@ -251,10 +269,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _node(options: argparse.Namespace) -> int:
-    print(
+    _complain(
         "shmrl: runs over several hosts are not available yet; one host can use all its devices "
         "(engine.replicas, learner.device). Nothing was joined.",
-        file=sys.stderr,
     )
     return EXIT_USAGE
 
@@ -278,10 +295,9 @@ def _bench(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("bench", "bench.__main__"):
             raise
-        print(
+        _complain(
             "shmrl: the benchmarks are part of the source tree, not of the installed package: run "
-            "`shmrl bench` or `python -m bench` in a checkout",
-            file=sys.stderr,
+            "`shmrl bench` or `python -m bench` in a checkout"
         )
         return EXIT_USAGE
     return bench_main(list(arguments))

@@ -425,16 +425,14 @@ class Conversation:
 
     async def _insert(self, session_ids: Sequence[str], segment: Segment) -> int:
         """-> node in the first session. A full arena is waited for in a thread, so the loop goes
-        on.
+        on; the session is written to here, for this may be cancelled while the thread waits.
         """
         parent = self._node
         try:
             return self._traces.insert_shared(session_ids, segment, parent)[0]
         except StoreFull:
-            nodes = await asyncio.to_thread(
-                self._traces.insert_shared, session_ids, segment, parent, self._arena_wait_s
-            )
-            return nodes[0]
+            stored = await asyncio.to_thread(self._traces.put_apart, segment, self._arena_wait_s)
+            return self._traces.attach(session_ids, stored, parent)[0]
 
     # -- the path --------------------------------------------------------------------------------
 

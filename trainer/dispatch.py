@@ -8,8 +8,7 @@ takes the batch of a train step, split over the tasks by their weights; a task t
 nothing useful is left out instead of waited for.
 
 Lives in the driver, on the loop of the replay buffer; producers reach it as an actor, and may call
-its coroutines only: the other methods must run on that loop. Waits are
-futures; nothing polls.
+its coroutines only: the other methods must run on that loop. Waits are futures; nothing polls.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import asyncio
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +142,27 @@ class Dispatcher:
         self._judge_task(group, status)
         self._wake()
         return status
+
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> list[Status | None]:
+        """`put` for each; of several, None for one that would have to wait for room: nothing has
+        become of it, and it is put alone, so that the others' producer hears of them at once.
+
+        Raises the first error when all have ended.
+        """
+        if len(groups) == 1:
+            return [await self.put(groups[0], owner=owner)]
+        puts = [asyncio.ensure_future(self.put(group, owner=owner)) for group in groups]
+        # In a turn of the loop each is filed, or begins to wait.
+        await asyncio.wait(puts, timeout=0)
+        for put in puts:
+            put.cancel()
+        found = await asyncio.gather(*puts, return_exceptions=True)
+        statuses: list[Status | None] = []
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+            statuses.append(one if isinstance(one, Status) else None)
+        return statuses
 
     async def cancel(self, group: Group, *, owner: str) -> int:
         """Give a drawn group up (L21): sessions released, rollouts booked; -> how many. Twice is no

@@ -11,9 +11,9 @@ Protocols only; implementations are in `trainer.environments` and `trainer.judge
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,10 +107,8 @@ class Environment(Protocol):
 class Judge(Protocol):
     """Scores a finished rollout."""
 
-    def score(
-        self, prompt: Prompt, text: str, trace: Trace | None
-    ) -> float | Coroutine[Any, Any, float]:
-        """A finite reward for what the policy answered; an `async def`, or a plain function.
+    def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float | Awaitable[float]:
+        """A finite reward for what the policy answered; plain, or something to await for it.
 
         `text`: all that it sampled; `trace`: every token, when `ProducerParts.judge_reads_trace`.
 

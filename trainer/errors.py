@@ -112,8 +112,8 @@ class ReplayError(TrainerError):
 
 
 class BadGroup(ReplayError, ValueError):
-    """A group that the buffer cannot file (no rollouts, a rollout still INIT, an id seen twice
-    ...).
+    """A group or rollout that the buffer cannot file (no rollouts, one still INIT, a value of
+    another type, an id seen twice ...).
     """
 
 

@@ -79,7 +79,8 @@ def run_blocking(
     finally:
         display.close()
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that was installed from C cannot be put back
+                signal.signal(number, handler)
 
 
 async def _with_signals(
@@ -98,16 +99,19 @@ async def _with_signals(
         elif stop.is_set():
             task.cancel()
         else:
+            stop.set()
             told = "ends after the step under way, if any; once more ends it at once"
             display.note(f"{name}: {told}")
-            stop.set()
 
-    for number in _STOPPING:
+    # `nohup` has asked for the terminal's end to be ignored.
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    stopping = [number for number in _STOPPING if not (ignored and number == signal.SIGHUP)]
+    for number in stopping:
         loop.add_signal_handler(number, interrupt, number.name)
     try:
         return await fit(folder, resume=resume, display=display, stop=stop, gpus=gpus)
     finally:
-        for number in _STOPPING:
+        for number in stopping:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
 
@@ -276,10 +280,15 @@ class _Run:
         """Both processes build their models at once."""
         checkpoint = str(self.checkpoint.learner) if self.checkpoint else None
         board = await parts.runtime.host(ProgressBoard(self.display), name="board")
-        async with asyncio.TaskGroup() as tasks:
-            ready = tasks.create_task(parts.learner.start(checkpoint, board))
-            tasks.create_task(parts.producer.prepare())
-        return ready.result()
+        start = asyncio.ensure_future(parts.learner.start(checkpoint, board))
+        prepare = asyncio.ensure_future(parts.producer.prepare())
+        try:
+            ready, _ = await asyncio.gather(start, prepare)
+        finally:  # of either, when the other fails
+            start.cancel()
+            prepare.cancel()
+            await asyncio.gather(start, prepare, return_exceptions=True)
+        return ready
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Its result; None when the run is stopped first, and `work` has been cancelled."""
@@ -300,7 +309,11 @@ class _Run:
             self.display.note(missing)
         folder = self.folder.tensorboard if wanted and not missing else None
         first_step = self.checkpoint.train_step + 1 if self.checkpoint else 0
-        return MetricsWriter(self.folder.metrics_file, folder, first_step)
+        return MetricsWriter(self.folder.metrics_file, folder, first_step, self._warn)
+
+    def _warn(self, text: str) -> None:
+        self.display.note(text)
+        self.summary.warnings.append(text)
 
     async def _dispatcher(self, store: Store) -> Dispatcher:
         """Buffer, prompts and books: new ones, or those of the checkpoint."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from trainer.config import JudgeConfig, TaskConfig
@@ -28,9 +28,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 class TaskJudge(Protocol):
     """What the producer asks; also the shape of a judge that a library user passes in."""
 
-    def score(
-        self, prompt: Prompt, text: str, trace: Trace | None
-    ) -> float | Coroutine[Any, Any, float]:
+    def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float | Awaitable[float]:
         """The reward; see `trainer.environment.Judge`. Raises `JudgeError`."""
         ...
 
@@ -57,7 +55,7 @@ def build_judge(task: TaskConfig) -> TaskJudge:
         )
     if config.kind == "math_verify":
         return _InProcess("trainer.user_code.judges:math_verify_score", config, {})
-    assert config.target is not None, "config_checks lets no callable without a target through"
+    assert config.target is not None, "the checks let no callable without a target through"
     return _InProcess(config.target, config, None)
 
 

@@ -9,10 +9,13 @@ driver only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,10 +136,18 @@ class MetricsWriter:
     """Appends to metrics.jsonl, and to TensorBoard events when `tensorboard` names a folder.
 
     first_step: what comes is of this step or later; events that a run which goes back has written
-    of these steps before count no more. (metrics.jsonl is cut by `RunFolder`.)
+    of these steps before count no more. (metrics.jsonl is cut by `RunFolder`.) `warn` is told when
+    no more events can be written, which is no reason to end; without metrics.jsonl a run ends.
     """
 
-    def __init__(self, file: Path, tensorboard: Path | None, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        file: Path,
+        tensorboard: Path | None,
+        first_step: int = 0,
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        self._warn = warn
         self._file = file.open("a", encoding="utf-8")
         self._events: _EventSink | None = _Events(tensorboard, first_step) if tensorboard else None
         self._began = time.monotonic()
@@ -159,18 +170,35 @@ class MetricsWriter:
             raise OSError(
                 error.errno, f"{error.strerror}: make room, then `shmrl resume`", self._file.name
             ) from error
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(
+                errno.ENOENT, "the folder of the run was removed while it ran", self._file.name
+            )
         if self._events is not None:
-            for name, value in finite.items():
-                self._events.scalar(name, value, train_step)
+            with self._no_harm():
+                for name, value in finite.items():
+                    self._events.scalar(name, value, train_step)
         return record
+
+    @contextlib.contextmanager
+    def _no_harm(self) -> Iterator[None]:
+        """What goes wrong with the events is told, and there are none from then on."""
+        try:
+            yield
+        except OSError as error:
+            self._events = None
+            self._warn(
+                f"no more TensorBoard events can be written ({error}); metrics.jsonl goes on"
+            )
 
     def close(self) -> None:
         """Flushes both. Idempotent."""
         with contextlib.suppress(OSError):  # a full disk; `write` has told it
             self._file.close()
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        events, self._events = self._events, None
+        if events is not None:
+            with self._no_harm():
+                events.close()
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:

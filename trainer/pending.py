@@ -9,10 +9,11 @@ producer's loop.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
@@ -30,6 +31,7 @@ __all__ = ["PendingGroup", "ProducerConfig", "ProducerParts", "session_id"]
 
 T = TypeVar("T")
 
+_NOT_BEGUN = inspect.CORO_CREATED
 _log = logging.getLogger("trainer")
 
 #: Ids of sessions have at most this many bytes of UTF-8.
@@ -253,9 +255,10 @@ class PendingGroup:
         """Ask the judge; -> reward and error: a time-out or a reward that is no number is one."""
         limit_s = self._config.judge_timeout_s
         limit: asyncio.Timeout | None = None
+        asked: object = None
         try:
             verdict = asked = self._asked(conversation)
-            if isinstance(asked, Coroutine):
+            if isinstance(asked, Awaitable):
                 async with asyncio.timeout(limit_s) as limit:
                     verdict = await self._apart(lambda: asked)
             return _finite(verdict), None
@@ -270,8 +273,11 @@ class PendingGroup:
         # Judges are user code: whatever they raise fails this rollout and no other (L13).
         except (Exception, BaseExceptionGroup) as error:
             return None, _text_of(error)
+        finally:
+            if inspect.iscoroutine(asked) and inspect.getcoroutinestate(asked) == _NOT_BEGUN:
+                asked.close()  # cancelled before its task ran
 
-    def _asked(self, conversation: Conversation) -> float | Coroutine[Any, Any, float]:
+    def _asked(self, conversation: Conversation) -> float | Awaitable[float]:
         """The verdict of a plain judge, or what has yet to be run to have one."""
         trace = None
         if self._parts.judge_reads_trace:
@@ -281,7 +287,7 @@ class PendingGroup:
         except SystemExit as error:
             raise _exited(error) from error
 
-    async def _apart(self, user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _apart(self, user_code: Callable[[], Awaitable[T]]) -> T:
         """Await user code in a task of its own, so that a cancellation that comes out of it is not
         taken for one of ours: a task group inside it leaves marks on the task in which it is.
 
@@ -316,7 +322,7 @@ def session_id(run_name: str, group_uid: str, k: int, attempt: int) -> str:
     return found
 
 
-async def _guarded(user_code: Callable[[], Coroutine[Any, Any, T]]) -> T:
+async def _guarded(user_code: Callable[[], Awaitable[T]]) -> T:
     """User code without the one exception that would end the process."""
     try:
         return await user_code()

@@ -33,7 +33,7 @@ class Desk(Protocol):
 
     async def let_go(self, owner: str) -> None: ...
 
-    async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status: ...
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status | None]: ...
 
     async def cancel(self, group: Group, *, owner: str) -> int: ...
 
@@ -90,6 +90,8 @@ class Producer:
         self._resumed.set()
         self._changed = asyncio.Event()
         self._groups: dict[asyncio.Task[None], PendingGroup] = {}
+        self._finished: list[tuple[Group, asyncio.Future[Status | None]]] = []  # not sent yet
+        self._senders: set[asyncio.Task[None]] = set()
         self._report = ProducerReport()
         self._failure: BaseException | None = None
         self._stopped = False
@@ -112,7 +114,7 @@ class Producer:
         finally:
             await self._cancel_groups()
             if cancelled:
-                await self._dispatcher.give_back(self.owner)
+                await self._give_back()
 
     async def pause(self, timeout_s: float, drain: bool = False) -> PauseReport:
         """Stop new work and end what is pending; never loses a rollout, never hangs (L21).
@@ -139,6 +141,13 @@ class Producer:
         unfinished = [task for task in pending if not task.done()]
         cancelled = await self._cancel_groups()
         return PauseReport(n_pending - len(unfinished), cancelled, loop.time() - started)
+
+    async def _give_back(self) -> None:
+        """What was drawn and not begun goes out again, unless the run has ended with its desk."""
+        try:
+            await self._dispatcher.give_back(self.owner)
+        except Exception as error:
+            _log.info("nothing was given back: %s: %s", type(error).__name__, error)
 
     async def _abort_running(self) -> None:
         """An engine that fails at this costs the rollouts that run until the deadline, and not the
@@ -225,8 +234,40 @@ class Producer:
     async def _produce(self, pending: PendingGroup) -> None:
         group = await pending.produce()
         # The desk knows the prompt: it need not travel back.
-        status = await self._dispatcher.put(group.evolve(prompt=None), owner=self.owner)
-        self._count(group, status)
+        self._count(group, await self._hand_in(group.evolve(prompt=None)))
+
+    async def _hand_in(self, group: Group) -> Status:
+        """Groups that end in the same turn of the loop go to the desk in one call; one that has to
+        wait for room then goes alone.
+        """
+        status = await self._hand_in_with_others(group)
+        while status is None:
+            (status,) = await self._dispatcher.put_all([group], owner=self.owner)
+        return status
+
+    async def _hand_in_with_others(self, group: Group) -> Status | None:
+        loop = asyncio.get_running_loop()
+        handed_in: asyncio.Future[Status | None] = loop.create_future()
+        self._finished.append((group, handed_in))
+        if len(self._finished) == 1:
+            sender = loop.create_task(self._send_finished())
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
+        return await handed_in
+
+    async def _send_finished(self) -> None:
+        finished, self._finished = self._finished, []
+        try:
+            groups = [group for group, _ in finished]
+            statuses = await self._dispatcher.put_all(groups, owner=self.owner)
+        except Exception as error:  # the desk is gone, or refused: each group's task says so
+            for _, handed_in in finished:
+                if not handed_in.done():
+                    handed_in.set_exception(error)
+            return
+        for (_, handed_in), status in zip(finished, statuses, strict=True):
+            if not handed_in.done():
+                handed_in.set_result(status)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._groups[task]
@@ -237,10 +278,12 @@ class Producer:
     async def _cancel_groups(self) -> int:
         """Cancel all group tasks and give their groups up; -> rollouts cancelled."""
         groups = dict(self._groups)
-        for task in groups:
+        ending = {*groups, *self._senders}
+        for task in ending:
             task.cancel()
-        if groups:
-            await asyncio.wait(groups)
+        if ending:
+            await asyncio.wait(ending)
+        self._finished.clear()  # of a sender that was cancelled before it began
         cancelled = 0
         for task, pending in groups.items():
             # A task that finished in spite of the cancellation has handed its group in; then this

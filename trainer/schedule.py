@@ -286,7 +286,10 @@ class _Run:
         return PauseReport(0, 0, 0.0)
 
     async def pause(self) -> PauseReport:
-        """Stop the producers, and book how long they had worked."""
+        """Stop the producers, and book how long they had worked. One that is started meanwhile, in
+        the place of a dead one, gets no work either.
+        """
+        self.dispatcher.rest()
         self._told = True
         self._note_pause()
         return await self.parts.producer.pause(self.config.pause_timeout_s)

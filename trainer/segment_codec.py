@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from numpy.typing import NDArray
@@ -54,8 +55,7 @@ _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
 _NOTHING = b""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Columns:
+class Columns(msgspec.Struct, frozen=True, eq=False):
     """Read-only views of one stored segment; they pin its bytes. `routed_before`: [r, layers,
     top_k].
     """

@@ -87,8 +87,21 @@ class TraceStore:
         """
         if len(session_ids) == 1:
             return [self.insert(session_ids[0], segment, parent, timeout)]
+        return self.attach(session_ids, self.put_apart(segment, timeout), parent)
+
+    def put_apart(self, segment: Segment, timeout: float | None = None) -> ObjectRef:
+        """Store a segment for `attach`; it ends with the reference when it is not attached.
+
+        `StoreFull` as in `insert`. For who may give up while a thread of its waits for room: no
+        session is written to behind its back.
+        """
         _check_segment(segment)
-        ref = self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
+        return self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
+
+    def attach(
+        self, session_ids: Sequence[str], ref: ObjectRef, parent: int | None = None
+    ) -> list[int]:
+        """Add a stored segment to sessions; as `insert_shared`."""
         return [self._sessions.attach(session_id, ref, parent) for session_id in session_ids]
 
     def segment(self, session_id: str, node: int) -> Segment:

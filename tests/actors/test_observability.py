@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import actors
-from actors import top
+from actors import rundir, top
 from actors.rundir import live_runs, runs_root, status_socket, sweep
 from actors.status import read_status
 from shmstore.testing import unique_name
@@ -123,7 +124,7 @@ async def test_output_is_forwarded_with_the_actors_name_and_kept_in_its_file(
     assert "other file" in (tmp_path / "elsewhere.txt").read_text()
 
 
-def test_a_run_whose_driver_was_killed_is_not_listed_as_alive() -> None:
+async def test_a_run_whose_driver_was_killed_is_not_listed_and_the_next_run_sweeps_it() -> None:
     name = unique_name("dead")
     driver = """
 import asyncio, os, signal, sys, actors
@@ -140,13 +141,39 @@ actors.run(main())
         assert process.stdout.readline() == "up\n"
         assert name in live_runs()
         process.kill()
-    folder = runs_root() / name
-    assert (folder / "status.sock").exists()
     assert name not in live_runs()
     with pytest.raises(actors.RuntimeClosed, match=r"no run named .* is alive"):
         status_socket(name)
-    assert name in sweep()
+    async with actors.Runtime():
+        assert not (runs_root() / name).exists()
+
+
+def test_a_dead_runs_folder_with_something_foreign_in_it_stops_no_new_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir, "runs_root", lambda: tmp_path)
+    (tmp_path / "dead/somebodys").mkdir(parents=True)
+    (tmp_path / "dead/lock").touch()
+    made = rundir.RunDir("new")
+    made.remove()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["dead"]
+
+
+async def test_the_folder_of_a_live_run_is_not_swept_and_is_made_again_if_removed() -> None:
+    async with actors.Runtime() as rt:
+        folder = runs_root() / rt.name
+        async with actors.Runtime():
+            assert rt.name not in sweep()
+        assert (folder / "status.sock").exists()
+        shutil.rmtree(folder)  # by somebody who cleans /tmp
+        victim = await rt.spawn(Chatty)
+        assert await victim.pid() > 0
     assert not folder.exists()
+
+
+class Chatty:
+    async def pid(self) -> int:
+        return os.getpid()
 
 
 def test_durations_in_the_table_have_a_fitting_unit() -> None:

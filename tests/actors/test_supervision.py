@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import actors
+from actors.peers import Notice, State
 
 from .conftest import death_is_known, is_alive, wait_until_gone
 
@@ -457,9 +458,10 @@ def test_after_kill_9_of_the_driver_nothing_of_the_run_is_alive_a_second_later(
         assert wait_until_gone(pids, 1.0) == []
     finally:
         driver.stdout.close()  # type: ignore[union-attr]
-    from actors.rundir import sweep
+    from actors.rundir import runs_root, sweep
 
-    assert name in sweep()
+    sweep()
+    assert not (runs_root() / name).exists()
 
 
 def test_ctrl_c_of_the_driver_ends_the_run_in_order() -> None:
@@ -490,3 +492,78 @@ async def test_a_detached_actor_outlives_its_run_and_knows_that_its_hub_is_gone(
     from actors.rundir import runs_root
 
     shutil.rmtree(runs_root() / rt.name)
+
+
+class Late:
+    """Is being constructed while another actor dies."""
+
+    def __init__(self, other: actors.Handle, folder: str) -> None:
+        self.other = other
+        (Path(folder) / "begun").touch()
+        while not (Path(folder) / "go").exists():
+            time.sleep(0.01)
+
+    async def ask(self) -> int:
+        found: int = await self.other.pid()
+        return found
+
+
+async def test_who_is_constructed_while_another_dies_hears_of_it(tmp_path: Path) -> None:
+    async with actors.Runtime() as rt:
+        other = await rt.spawn(Victim)
+        spawning = asyncio.create_task(rt.spawn(Late, other, str(tmp_path)))
+        while not (tmp_path / "begun").exists():
+            await asyncio.sleep(0.01)
+        os.kill(await other.pid(), signal.SIGKILL)
+        with pytest.raises(actors.ActorDied, match="SIGKILL"):
+            await other.forever()
+        (tmp_path / "go").touch()
+        late = await spawning
+        with pytest.raises(actors.ActorDied, match="killed by SIGKILL"):
+            await late.ask()
+
+
+class SlowAgain:
+    """Whose second start takes until somebody says so."""
+
+    def __init__(self, folder: str) -> None:
+        if actors.current().incarnation > 1:
+            (Path(folder) / "again").touch()
+            while not (Path(folder) / "up").exists():
+                time.sleep(0.01)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class Asker:
+    async def ask(self, other: actors.Handle, folder: str) -> int:
+        """Looks at the answer of the hub, where the other is, when newer news has come."""
+        node = actors.current().runtime._node
+        real = node.resolve
+        assert real is not None
+
+        async def resolve(uid: int) -> Notice:
+            answer: Notice = await real(uid)
+            (Path(folder) / "up").touch()
+            while node.peers[uid].state != State.UP:
+                await asyncio.sleep(0.001)
+            return answer
+
+        node.resolve = resolve
+        found: int = await other.pid.using(when_down="wait", timeout=20)()
+        return found + await other.pid()
+
+
+async def test_news_that_overtakes_the_answer_of_the_hub_is_not_undone_by_it(
+    tmp_path: Path,
+) -> None:
+    async with actors.Runtime() as rt:
+        restart = actors.Restart(max=3, within=60)
+        other = await rt.spawn(SlowAgain, str(tmp_path), restart=restart)
+        os.kill(await other.pid(), signal.SIGKILL)
+        while not (tmp_path / "again").exists():
+            await asyncio.sleep(0.01)
+        asker = await rt.spawn(Asker)
+        twice = await asker.ask.using(timeout=60)(other, str(tmp_path))
+        assert twice == 2 * await other.pid()

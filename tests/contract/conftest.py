@@ -33,3 +33,4 @@ def store(name: str) -> Iterator[Store]:
         yield made
         for owner in list(made.stats().by_owner):
             made.sessions.release_owned(owner)
+        assert made.stats().objects == 0

@@ -11,6 +11,8 @@ import traceback
 
 from tests.simulation.world import simulate
 
+PROGRESS_EVERY = 250
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -29,6 +31,8 @@ def main() -> int:
             return 1
         ended["all steps" if outcome["ended"] == "steps" else "end of data"] += 1
         trained += sum(len(uids) for uids in outcome["history"].values())
+        if seed % PROGRESS_EVERY == 0:
+            print(f"... {seed}, {time.monotonic() - started:.0f} s", flush=True)
     seconds = time.monotonic() - started
     print(f"{options.seeds} runs in {seconds:.0f} s: {dict(ended)}, {trained} groups trained")
     return 0

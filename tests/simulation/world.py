@@ -131,8 +131,8 @@ class _Wire:
     async def let_go(self, owner: str) -> None:
         await self._call("let_go", owner)
 
-    async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status:
-        return await self._call("put", group, owner=owner, timeout=timeout)  # type: ignore[no-any-return]
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status]:
+        return await self._call("put_all", groups, owner=owner)  # type: ignore[no-any-return]
 
     async def cancel(self, group: Group, *, owner: str) -> int:
         return await self._call("cancel", group, owner=owner)  # type: ignore[no-any-return]
@@ -267,6 +267,7 @@ class _World:
             await asyncio.sleep(self.rng.uniform(0, 1))
             self.dispatcher.owner_died(name)
             self.spawn_producer(name)
+            await asyncio.sleep(0.5)  # it works before it hears of a pause
             if self.paused:
                 await self.producers[name][0].pause(10)
 

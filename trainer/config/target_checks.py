@@ -12,6 +12,8 @@ import ast
 import difflib
 import importlib.util
 import inspect
+import pkgutil
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -33,9 +35,11 @@ def environment_problems(target: str, params: Mapping[str, object]) -> Iterator[
         return  # names that are assigned may be methods too
     methods = {method.name: method for method in defined}
     run, init = methods.get("run"), methods.get("__init__")
-    if not isinstance(run, ast.AsyncFunctionDef):
+    if run is not None and run.decorator_list:
+        pass  # it is what the decorator makes of it
+    elif not isinstance(run, ast.AsyncFunctionDef):
         yield f"{made.name} has no `async def run(self, session, prompt)`"
-    elif not run.decorator_list:
+    else:
         yield from _refusal(run, "a session and a prompt", ("self", "session", "prompt"))
     if init is None and params:
         yield f"{made.name} has no __init__ that takes `{', '.join(params)}` (environment.params)"
@@ -84,10 +88,27 @@ def _importable(target: str) -> Iterator[str]:
 
 
 def _spec(module: str) -> ModuleSpec | None:
+    """By hand below the first name: `find_spec` imports the packages above the one it looks for."""
+    if module in sys.modules:
+        return sys.modules[module].__spec__
+    name, *rest = module.split(".")
     try:
-        return importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+        spec = importlib.util.find_spec(name)
+    except ValueError:
         return None
+    folders = [*(spec.submodule_search_locations or ())] if spec is not None else []
+    for part in rest:
+        name = f"{name}.{part}"
+        found = [one for folder in folders if (one := _in_folder(folder, name)) is not None]
+        spec = next((one for one in found if one.loader is not None), None)
+        parts = found if spec is None else [spec]  # none: a namespace, of all its folders
+        folders = [path for one in parts for path in one.submodule_search_locations or ()]
+    return spec
+
+
+def _in_folder(folder: str, name: str) -> ModuleSpec | None:
+    finder = pkgutil.get_importer(folder)
+    return None if finder is None else finder.find_spec(name, None)
 
 
 def _file_of(module: str) -> Path | None:

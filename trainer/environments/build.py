@@ -7,7 +7,7 @@ Called in the producer process, and in tests without one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from trainer.config.schema import EnvironmentConfig, TaskConfig
@@ -28,7 +28,7 @@ def build_environment(config: EnvironmentConfig) -> Environment:
         return SingleTurn()
     if config.kind == "tools":
         return ToolLoop(config.tools, max_turns=config.max_turns, timeout_s=config.tool_timeout_s)
-    assert config.target is not None, "config_checks lets no class without a target through"
+    assert config.target is not None, "the checks let no class without a target through"
     made = resolve(config.target)(**config.params)
     if not isinstance(made, Environment):
         raise TargetError(f"{config.target!r} has no `async def run(session, prompt)`")
@@ -65,9 +65,7 @@ class ByTask:
                 raise ToolError(f"rollout took longer than {limit_s:g} s") from error
             raise ToolError(f"environment of task {prompt.task}: {error!r}") from error
 
-    def score(
-        self, prompt: Prompt, text: str, trace: Trace | None
-    ) -> float | Coroutine[Any, Any, float]:
+    def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float | Awaitable[float]:
         """The verdict of the task's judge."""
         return self._judges[prompt.task].score(prompt, text, trace)
 

@@ -175,7 +175,7 @@ class JsonlSource:
     """
 
     def __init__(self, name: str, config: SourceConfig, *, held_out: bool) -> None:
-        assert config.path is not None, "config_checks lets no jsonl source without a path through"
+        assert config.path is not None, "the checks let no jsonl source without a path through"
         self.name = name
         self._config = config
         self._side = "eval" if held_out else "train"

@@ -36,11 +36,13 @@ __all__ = [
     "context_max",
     "export_hf",
     "find_gguf",
+    "sweep_exports",
     "torch_dtype",
 ]
 
 _READ_BY_MODELS = frozenset({"head_dim"})
 """Config fields that attention modules read although some config classes do not declare them."""
+_DRAFT = ".hf-"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -116,12 +118,18 @@ def context_max(model: Any) -> int:
 def export_hf(model: Any, tokenizer: ModelTokenizer, folder: Path) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".hf-") as scratch:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_DRAFT) as scratch:
         part = Path(scratch) / "model"
         part.mkdir()
         model.save_pretrained(str(part))
         tokenizer.save(part)
         _replace(part, folder)
+
+
+def sweep_exports(parent: Path) -> None:
+    """Removes what exports into `parent` left there that were killed; none may be under way."""
+    for draft in parent.glob(f"{_DRAFT}*"):
+        shutil.rmtree(draft)
 
 
 def find_gguf(name: str) -> Path:

@@ -20,11 +20,12 @@ from shmstore.usage import parse_size
 from trainer.errors import BadGroup, ReplayError
 from trainer.json_values import json_problem
 from trainer.prompts import prompt_problem
-from trainer.rollout import Group, Rollout, Status
+from trainer.rollout import Group, Prompt, Rollout, Status
 
 __all__ = ["check_max_bytes", "check_need", "checked_group"]
 
 _ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(Rollout)
 
 
 def checked_group(group: Group, task: str | None) -> Group:
@@ -33,6 +34,10 @@ def checked_group(group: Group, task: str | None) -> Group:
     """
     if not isinstance(group, Group):
         raise BadGroup(f"put takes a Group, not {group!r}")
+    if not isinstance(group.uid, str) or not isinstance(task or group.task, str):
+        raise BadGroup(f"uid and task are text, not {group.uid!r} and {task or group.task!r}")
+    if group.prompt is not None and not isinstance(group.prompt, Prompt):
+        raise BadGroup(f"the prompt of group {group.uid!r} is a Prompt, not {group.prompt!r}")
     if task is not None and task != group.task:
         group = group.evolve(task=task)
     if not group.task:
@@ -50,14 +55,16 @@ def checked_group(group: Group, task: str | None) -> Group:
 
 
 def _plain(rollout: Rollout, uid: str) -> Rollout:
-    """With numpy's numbers as Python's; a rollout that has none comes back itself."""
+    """As a snapshot would bring it back: numpy's numbers as Python's, lists as tuples. One that is
+    so already comes back itself.
+    """
     try:
-        _ENCODER.encode(rollout)
+        raw = _ENCODER.encode(rollout)
     except (TypeError, ValueError):
-        values = {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
+        values = {name: getattr(rollout, name) for name in Rollout.__struct_fields__}
         rollout = rollout.evolve(**{name: _as_python(value) for name, value in values.items()})
         try:
-            _ENCODER.encode(rollout)
+            raw = _ENCODER.encode(rollout)
         except (TypeError, ValueError) as error:
             raise BadGroup(f"group {uid!r}: rollout {rollout.uid!r}: {error}") from error
     reward = rollout.reward
@@ -69,7 +76,11 @@ def _plain(rollout: Rollout, uid: str) -> Rollout:
     problem = json_problem(rollout.metrics, "metrics") if rollout.metrics else None
     if problem is not None:
         raise BadGroup(f"group {uid!r}: rollout {rollout.uid!r}: {problem}")
-    return rollout
+    try:
+        kept = _DECODER.decode(raw)
+    except msgspec.ValidationError as error:
+        raise BadGroup(f"group {uid!r}: rollout {rollout.uid!r}: {error}") from error
+    return rollout if kept == rollout else kept
 
 
 def _as_python(value: Any) -> Any:

@@ -41,11 +41,13 @@ class RemoteDesk:
         # No sign of life: a producer that dies at each start draws as well.
         return await self._dispatcher.draw(owner, n)
 
-    async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status:
-        """See `Dispatcher.put`."""
-        status = await self._dispatcher.put(group, owner=owner, timeout=timeout)
-        self._moved(f"{owner} handed in a group, {status.value}")
-        return status
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status | None]:
+        """See `Dispatcher.put_all`."""
+        statuses = await self._dispatcher.put_all(groups, owner=owner)
+        for status in statuses:
+            if status is not None:
+                self._moved(f"{owner} handed in a group, {status.value}")
+        return statuses
 
     async def cancel(self, group: Group, *, owner: str) -> int:
         """See `Dispatcher.cancel`."""

@@ -10,13 +10,20 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Display", "LiveDisplay", "PlainDisplay", "QuietDisplay", "make_display"]
+__all__ = [
+    "Display",
+    "LiveDisplay",
+    "PlainDisplay",
+    "QuietDisplay",
+    "WatchedDisplay",
+    "make_display",
+]
 
 _LINE_EVERY_S = 1.0
 
@@ -46,7 +53,34 @@ def make_display(*, table_rows: int, quiet: bool = False, stream: TextIO | None 
     stream = stream or sys.stderr
     if quiet:
         return QuietDisplay()
-    return LiveDisplay(table_rows) if stream.isatty() else PlainDisplay(stream)
+    return WatchedDisplay(LiveDisplay(table_rows) if stream.isatty() else PlainDisplay(stream))
+
+
+class WatchedDisplay:
+    """Another display, as long as somebody can see it: when its terminal or the reader of its pipe
+    has gone, the run goes on without one; files have everything.
+    """
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def note(self, text: str) -> None:
+        self._tell(self._display.note, text)
+
+    def phase(self, name: str, done: float, total: float, detail: str = "") -> None:
+        self._tell(self._display.phase, name, done, total, detail)
+
+    def step(self, values: Mapping[str, float]) -> None:
+        self._tell(self._display.step, values)
+
+    def close(self) -> None:
+        self._tell(self._display.close)
+
+    def _tell(self, tell: Callable[..., None], *what: object) -> None:
+        try:
+            tell(*what)
+        except OSError:
+            self._display = QuietDisplay()
 
 
 class QuietDisplay:
@@ -166,7 +200,11 @@ class LiveDisplay:
         )
         self._bars: dict[str, object] = {}
         self._live = Live(
-            self._render(), console=self._console, refresh_per_second=4, transient=False
+            self._render(),
+            console=self._console,
+            refresh_per_second=4,
+            transient=False,
+            redirect_stdout=False,  # it belongs to the result
         )
         self._live.start()
 

@@ -22,7 +22,7 @@ from trainer.engine.protocol import (
     WeightsVersion,
 )
 from trainer.errors import TrainerError
-from trainer.placement import Cores, own_device, rest_device
+from trainer.placement import Cores, keep_for_good, own_device, rest_device
 
 if TYPE_CHECKING:
     from shmstore import Store
@@ -102,6 +102,7 @@ class EngineActor:
             raise TrainerError("the engine was spawned in a runtime without a store")
         self._device = setup.config.engine.device
         self._engine, _ = make_engine(setup.config, setup.cores.threads, store)
+        keep_for_good()
 
     async def describe(self) -> EngineInfo:
         """Constants of the model."""

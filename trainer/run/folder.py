@@ -155,7 +155,7 @@ class RunFolder:
         """
         draft = self.checkpoints / f".{_STEP}{step}.{os.getpid()}.tmp"
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+        draft.mkdir()  # in a run folder that is there: nobody needs half of one
         try:
             yield draft
             await to_the_end(self._keep, draft, self.checkpoints / f"{_STEP}{step}")

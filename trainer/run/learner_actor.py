@@ -23,7 +23,7 @@ from trainer.config import Config, resolved_section
 from trainer.engine.protocol import WeightsVersion
 from trainer.environments.warmup_pairs import WarmupPairs
 from trainer.errors import NotStarted, TrainerError
-from trainer.placement import Cores, own_device, rest_device
+from trainer.placement import Cores, keep_for_good, own_device, rest_device
 from trainer.replay import REPLAY_OWNER
 from trainer.rollout import Group, Rollout, Trace
 from trainer.run.learner_state import LearnerStates
@@ -136,6 +136,7 @@ class LearnerActor:
         warmed = self._warm_up(model, board)
         exact = config.learner.deterministic or config.run.deterministic
         self._learner = Learner(model, dataclasses.replace(config.learner, deterministic=exact))
+        keep_for_good()
         parameters = sum(p.numel() for p in model.parameters())
         kept = self._states.find() if config.checkpoint.recovery == "arena" else None
         if kept is not None:
@@ -290,7 +291,9 @@ class LearnerActor:
         """A folder for transformers' from_pretrained."""
         from safetensors import SafetensorError
 
-        from trainer.model.models import export_hf
+        from trainer.model.models import export_hf, sweep_exports
+
+        sweep_exports(Path(folder).parent)  # of a learner that died in the middle of one
 
         try:
             export_hf(self._ready.model, self._tokenizer, Path(folder))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import Config
 from trainer.engine.protocol import (
     Engine,
+    EngineInfo,
     SamplingParams,
     SyncMode,
     Tokenizer,
@@ -30,7 +31,7 @@ from trainer.environments import ByTask
 from trainer.errors import NotStarted, TrainerError
 from trainer.evaluation import Evaluator
 from trainer.pending import ProducerConfig, ProducerParts
-from trainer.placement import Cores, rest_device
+from trainer.placement import Cores, keep_for_good, rest_device
 from trainer.producer import PauseReport, Producer
 from trainer.rollout import Prompt
 from trainer.run.engine_actor import EngineUse, make_engine, use_of
@@ -98,6 +99,7 @@ class ProducerActor:
             environment=self._tasks,
             judge=self._tasks,
         )
+        keep_for_good()
 
     async def start(
         self, desk: Handle | None, engines: Mapping[str, Handle], weights: WeightsVersion
@@ -142,7 +144,7 @@ class ProducerActor:
         from actors import ActorDied
         from trainer.model.models import build_tokenizer
 
-        info = await next(iter(engines.values())).describe.using(when_down="wait")()
+        info = await _described(engines)
         remote: Mapping[str, Any] = engines  # handles answer the methods of the protocol
         self._router = EngineRouter(remote, info, (ActorDied,))
         return self._router, build_tokenizer(self._config.model)
@@ -261,3 +263,19 @@ class ProducerActor:
             "failed": float(report.failed),
             "response_tokens_mean": report.response_tokens_mean,
         }
+
+
+async def _described(engines: Mapping[str, Handle]) -> EngineInfo:
+    """The constants of the model, from the first engine that is not dead for good."""
+    from actors import ActorDied
+
+    info: EngineInfo
+    *others, last = engines.values()
+    for engine in others:
+        try:
+            info = await engine.describe.using(when_down="wait")()
+        except ActorDied:
+            continue
+        return info
+    info = await last.describe.using(when_down="wait")()
+    return info

@@ -78,8 +78,8 @@ class ProducerLink:
         while not self._incarnation:
             try:
                 await self._start()
-            except ActorDied:
-                if self._handle.state == "dead":
+            except ActorDied:  # its own death, or that of an engine that it asked
+                if self._given_up():
                     raise
 
     async def _start(self) -> None:
@@ -124,10 +124,20 @@ class ProducerLink:
             self._dispatcher.owner_died(self._owner)
 
     async def _start_again(self) -> None:
-        try:
-            await self._start()
-        except ActorDied:
-            return  # the next event says so
+        while True:
+            try:
+                await self._start()
+                return
+            except ActorDied:
+                if self._handle.state != "up" or self._given_up():
+                    return  # the next event says so
+                # It lives: an engine that it asked has died, and is started again.
+
+    def _given_up(self) -> bool:
+        engines = self._engines.values()
+        return self._handle.state == "dead" or (
+            bool(engines) and all(engine.state == "dead" for engine in engines)
+        )
 
     async def _watch_engine(self, name: str, handle: Handle) -> None:
         async for event in handle.watch():

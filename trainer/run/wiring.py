@@ -13,7 +13,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -144,15 +144,18 @@ async def _counted(
         async for event in rt.watch():
             if event.kind == "died" and event.more:  # not by our own hand
                 deaths[event.name] += 1
-                note(f"{event.name} died ({event.reason}); it is started again")
+                note(f"{event.name} died ({event.reason})")
+            elif event.kind == "restarted":
+                note(f"{event.name} was started again")
 
     task = asyncio.create_task(count())
     try:
         yield deaths
     finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait((task,))  # and not `await task`: a cancellation of ours passes
+        if not task.cancelled():
+            task.result()
 
 
 async def _start(
@@ -212,7 +215,7 @@ class _Plan:
         self.restart = actors.Restart(max=faults.restarts_max, within=faults.restarts_within_s)
 
     def environment(self, process: str) -> dict[str, str]:
-        """Variables that libraries of the process read when they are loaded.
+        """Variables for libraries that the process loads itself, and for what it starts.
 
         The placement of `actors` hands devices out whole; here the configuration says who sees
         which, because a learner and an engine may share one.

@@ -23,9 +23,11 @@ from trainer.engine.protocol import WeightsVersion
 from trainer.engine.scripted import Script
 from trainer.environment import Session
 from trainer.expiry import Expiry
+from trainer.record import Record
 from trainer.rollout import Prompt, Status
 from trainer.staleness import StalenessBudget
-from trainer.testing import run_virtual
+from trainer.testing import run_virtual, store_group
+from trainer.trace import TraceStore
 
 
 @pytest.mark.parametrize("environment", [OneTurn(), TwoTurns()])
@@ -185,3 +187,17 @@ def test_expired_members_are_produced_again_and_fresh_ones_are_kept(store: Store
             made.traces.release(batch.session_ids, owner="learner")
 
     run_virtual(main())
+
+
+def test_L11_the_record_of_an_attempt_pins_nothing_of_it(store: Store, traces: TraceStore) -> None:
+    """What is cut away from the session gives its bytes back while the next attempt goes on."""
+    (session_id, other) = store_group(traces, "g", n_response=2000).session_ids
+    record = Record.of_session(traces, session_id, (1,))
+    used = store.stats().used
+    traces.truncate(session_id, keep=1)
+    stats = store.stats()
+    assert stats.deferred_bytes == 0
+    assert used - stats.used > 2000 * 12
+    assert record.take_said(None, list(range(4))) is not None
+    assert len(record.take_turn(0)[0].token_ids) == 2000
+    traces.release([session_id, other], owner="producer-0")

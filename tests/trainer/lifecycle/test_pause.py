@@ -12,6 +12,7 @@ from shmstore import Store
 from tests.trainer.lifecycle.kit import (
     SLOW,
     WIDE,
+    CountingJudge,
     check_trace,
     desk,
 )
@@ -167,20 +168,46 @@ def test_L21_user_code_that_goes_on_when_cancelled_keeps_neither_a_pause_nor_its
     run_virtual(main())
 
 
-@pytest.mark.parametrize("turns_of_the_loop", range(5))
+@pytest.mark.parametrize("turns_of_the_loop", range(9))
 def test_a_rollout_that_is_cancelled_before_it_began_leaves_no_coroutine_behind(
     store: Store, turns_of_the_loop: int
 ) -> None:
     """A warning would be an error: user code is called only when its task runs."""
 
     async def main() -> None:
-        async with desk(store, dispatch=WIDE) as made:
+        async with desk(store, script=Script(), dispatch=WIDE) as made:
             while not made.producer._groups:
                 await asyncio.sleep(0)
             for _ in range(turns_of_the_loop):
                 await asyncio.sleep(0)
-            for task in made.producer._groups:
-                task.cancel()
+            for task in asyncio.all_tasks():  # as a loop that is closed does
+                if task in made.producer._groups or "_guarded" in repr(task.get_coro()):
+                    task.cancel()
+
+    run_virtual(main())
+    gc.collect()
+
+
+class _CancelsWhoAsks(CountingJudge):
+    """Cancels the groups when it is asked, before it answers."""
+
+    groups: Any = ()
+
+    def score(self, prompt: Prompt, text: str, trace: Trace | None) -> Any:
+        for task in self.groups:
+            task.cancel()
+        return super().score(prompt, text, trace)
+
+
+def test_a_rollout_that_is_cancelled_while_its_judge_is_asked_leaves_no_coroutine_behind(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        judge = _CancelsWhoAsks()
+        async with desk(store, judge=judge, dispatch=WIDE) as made:
+            judge.groups = made.producer._groups
+            await asyncio.sleep(60)
+            assert not made.producer._groups
 
     run_virtual(main())
     gc.collect()

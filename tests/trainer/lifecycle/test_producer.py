@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,18 @@ from tests.trainer.lifecycle.kit import (
     WIDE,
     CountingJudge,
     OneTurn,
+    Questions,
     TwoTurns,
     check_trace,
     desk,
 )
+from trainer.dispatch import Dispatcher
 from trainer.engine.protocol import GenerateRequest, Generation
 from trainer.engine.scripted import Script, ScriptedEngine
 from trainer.environment import Session
 from trainer.errors import BadGroup, ToolError
-from trainer.rollout import FinishReason, Prompt, Trace
-from trainer.testing import run_virtual
+from trainer.rollout import FinishReason, Group, Prompt, Rollout, Status, Trace
+from trainer.testing import make_segment, run_virtual
 
 
 @pytest.mark.parametrize("environment", [OneTurn(), TwoTurns()])
@@ -221,10 +224,84 @@ def test_L13_an_engine_that_breaks_its_promise_fails_that_rollout(
             )
             running = asyncio.create_task(made.producer.run())
             await made.train(1)
+            await asyncio.sleep(1)  # the desk's answer is on its way
             (text,) = made.producer.report().errors
             assert said in text
             await made.producer.stop(10)
             await running
+
+    run_virtual(main())
+
+
+class _CountingDesk:
+    """Passes on what the producer asks, and keeps how many groups each call handed in."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self.handed_in: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dispatcher, name)
+
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status | None]:
+        self.handed_in.append(len(groups))
+        return await self._dispatcher.put_all(groups, owner=owner)
+
+
+def test_groups_that_end_in_one_turn_of_the_loop_are_handed_in_by_one_call(store: Store) -> None:
+    async def main() -> None:
+        script = Script(token_s=1.0, tokens_min=4, tokens_max=4)  # all end at the same time
+        dispatch = {"batch_groups": 4, "group_size": 2}
+        async with desk(store, script=script, dispatch=dispatch, run=False) as made:
+            counting = made.producer._dispatcher = _CountingDesk(made.dispatcher)
+            running = asyncio.create_task(made.producer.run())
+            await made.train(1)
+            assert counting.handed_in[0] == 8  # two batches, as the budget allows
+            await made.producer.stop(10)
+            await running
+
+    run_virtual(main())
+
+
+def test_an_error_at_one_group_of_a_call_keeps_no_other_from_its_place(store: Store) -> None:
+    async def main() -> None:
+        async with desk(store, run=False) as made:
+            stranger = Group(uid="never-drawn", task="math", rollouts=(Rollout("s"),))
+            works = await made.dispatcher.draw("producer-0", 1)
+            made.traces.open("t", owner="producer-0")
+            member = Rollout("t", status=Status.COMPLETED, reward=1.0)
+            mine = Group(uid=works[0].uid, task="math", rollouts=(member,))
+            with pytest.raises(BadGroup, match="never-drawn"):
+                await made.dispatcher.put_all([stranger, mine], owner="producer-0")
+            assert store.sessions.owner("t") == "replay"
+
+    run_virtual(main())
+
+
+def test_L31_a_group_that_waits_for_room_holds_up_none_that_ended_with_it(store: Store) -> None:
+    """Nor the slot of one: its task may be what the learner lacks."""
+
+    async def main() -> None:
+        sources = {"math": Questions("math"), "code": Questions("code")}
+        dispatch = {"batch_groups": 4, "group_size": 2}
+        async with desk(store, sources=sources, dispatch=dispatch, run=False) as made:
+            works = await made.dispatcher.draw("producer-0", 4)
+            groups = []
+            for work in works:
+                made.traces.open(work.uid, owner="producer-0")
+                made.traces.insert(work.uid, make_segment(4))
+                member = Rollout(work.uid, status=Status.COMPLETED, reward=1.0)
+                groups.append(Group(uid=work.uid, task=work.task, rollouts=(member,)))
+            made.buffer.max_bytes = 1
+            told = await made.dispatcher.put_all(groups, owner="producer-0")
+            assert told == [Status.COMPLETED, None, None, None]  # an empty buffer takes any
+            assert len(store.sessions.list("producer-0")) == 3
+            taker = asyncio.create_task(made.dispatcher.take(1, owner="learner"))
+            await asyncio.sleep(0)
+            told = await made.dispatcher.put_all(groups[1:], owner="producer-0")
+            assert told == [Status.COMPLETED] * 3  # what a taker lacks
+            assert len(await taker) == 4
+            store.sessions.release_owned("learner")
 
     run_virtual(main())
 
@@ -286,12 +363,16 @@ def _fill(store: Store, session_id: str, size: int) -> None:
         store.put(bytes(size), session=session_id)
 
 
+def _fill_up(store: Store) -> None:
+    store.sessions.open("ballast", owner="somebody")
+    for size in (1 << 16, 64):
+        with pytest.raises(StoreFull):
+            _fill(store, "ballast", size)
+
+
 async def test_a_full_arena_is_waited_for_and_fails_no_rollout() -> None:
     with temporary_store("4MiB") as store:
-        store.sessions.open("ballast", owner="somebody")
-        for size in (1 << 16, 64):
-            with pytest.raises(StoreFull):
-                _fill(store, "ballast", size)
+        _fill_up(store)
         async with desk(store, script=Script(), dispatch=WIDE) as made:
             taking = asyncio.create_task(made.train(1))
             done, _ = await asyncio.wait([taking], timeout=0.3)
@@ -299,3 +380,19 @@ async def test_a_full_arena_is_waited_for_and_fails_no_rollout() -> None:
             store.sessions.release_owned("somebody")
             await asyncio.wait_for(taking, 30)
             assert made.producer.report().errors == {}
+
+
+async def test_a_rollout_that_gave_up_waiting_for_room_is_not_written_to_afterwards() -> None:
+    """Its session may be the buffer's by then, or another attempt's."""
+    with temporary_store("4MiB") as store:
+        _fill_up(store)
+        produce = {"rollout_timeout_s": 0.1, "grace_s": 0.1, "groups_max": 1}
+        async with desk(store, script=Script(), dispatch=WIDE, produce=produce) as made:
+            while not made.producer.report().put:
+                await asyncio.sleep(0.01)
+            await made.producer.pause(30)
+            held = store.sessions.list("replay")
+            assert held
+            store.sessions.release_owned("somebody")
+            await asyncio.get_running_loop().shutdown_default_executor()  # the threads are done
+            assert [made.traces.length(session_id) for session_id in held] == [0] * len(held)

@@ -120,6 +120,22 @@ def test_L25_a_resumed_sampler_hands_out_every_unfinished_prompt_exactly_once(
     assert sorted(done + rest) == sorted(2 * every)
 
 
+def test_L25_a_prompt_that_was_under_way_is_another_attempt_after_a_resume() -> None:
+    """Its sessions are named by the attempt: those of the first may still be in the arena."""
+    sampler = PromptSampler({"math": Questions(size=3)}, seed=None)
+    drawn = [sampler.draw("math", "p") for _ in range(2)]
+    assert drawn[1] is not None
+    sampler.give_back(drawn[1].ticket)
+    resumed = PromptSampler({"math": Questions(size=3)}, seed=None)
+    resumed.load_json(sampler.to_json())
+    again = [resumed.draw("math", "p") for _ in range(3)]
+    assert sorted((d.ticket, d.attempt) for d in again if d is not None) == [
+        ("math-0", 1),
+        ("math-1", 1),
+        ("math-2", 0),
+    ]
+
+
 def test_L25_another_seed_or_a_missing_task_is_refused_on_resume() -> None:
     saved = PromptSampler({"math": Questions(size=3)}, seed=1).to_json()
     with pytest.raises(ConfigError, match="prompt seed 1, this run has 2"):

@@ -114,6 +114,17 @@ def test_L14_an_entry_that_is_filed_again_in_its_old_place_does_not_meet_its_dea
     assert index.pop("math", Status.COMPLETED) is None
 
 
+def test_L14_groups_that_expire_leave_no_rows_behind_in_the_heaps() -> None:
+    """The row of a removed group stays where it is, but not more of them than of live ones."""
+    index = replay_index.ReplayIndex(replay_index.Order.STALENESS)
+    for n in range(5000):
+        rollout = Rollout(str(n), status=Status.COMPLETED, model_step_min=0, model_step_max=0)
+        index.add(Group(str(n), "math", None, (rollout,)), n, deadline=n + 1)
+    index.pop_expired(4990)
+    assert len(index) == 10
+    assert len(index._heaps["math", Status.COMPLETED]) <= 64 + 2 * 10
+
+
 @pytest.mark.parametrize(
     ("order", "wanted"),
     [("staleness", ["old-1", "old-2", "mid", "new"]), ("fifo", ["new", "old-1", "mid", "old-2"])],

@@ -109,6 +109,11 @@ async def test_numbers_of_numpy_are_filed_as_plain_ones_and_others_refused(
         ({"reward": "high"}, "reward of rollout 'a-0' is 'high'"),
         ({"metrics": {"kl": float("nan")}}, r"metrics\['kl'\] is nan"),
         ({"error_msg": _Thing()}, "rollout 'a-0': .*_Thing"),
+        ({"error_msg": 5}, r"rollout 'a-0': Expected `str \| null`, got `int` - at `\$.error_msg`"),
+        ({"attempt": "x"}, r"at `\$.attempt`"),
+        ({"model_step_min": "3"}, r"at `\$.model_step_min`"),
+        ({"leaves": "ab"}, r"at `\$.leaves`"),
+        ({"metrics": {"kl": None}}, r"at `\$.metrics"),  # a resume would find it damaged
     ):
         with pytest.raises(BadGroup, match=said):
             await buffer.put(group.with_rollouts([odd.evolve(**wrong), second]), owner=P)
@@ -192,6 +197,10 @@ async def test_groups_that_cannot_be_filed_are_refused_with_the_reason(
             await buffer.take(nothing, train_step=1, owner=L)  # type: ignore[arg-type]
     with pytest.raises(BadGroup, match="takes a Group, not 5"):
         await buffer.put(5, owner=P)  # type: ignore[arg-type]
+    odd = store_group(traces, "odd")
+    for changes in ({"uid": 7}, {"task": 7}, {"prompt": "1+1"}):
+        with pytest.raises(BadGroup, match=r"text, not 7|and 7$|is a Prompt, not '1\+1'"):
+            await buffer.put(odd.evolve(**changes), owner=P)
     with pytest.raises(ReplayError, match="max_bytes 'x' is not understood"):
         ReplayBuffer(store, max_bytes="x")  # type: ignore[arg-type]
 

@@ -12,11 +12,11 @@ import pytest
 
 from bench.idle import count_idle_wakes
 from shmstore import Store
-from tests.trainer.lifecycle.kit import Desk, Questions, desk
+from tests.trainer.lifecycle.kit import SLOW, Desk, Questions, desk
 from trainer.engine.protocol import SyncMode, WeightsVersion
 from trainer.engine.scripted import Script
 from trainer.errors import ConfigError, EndOfData, EngineError, LearnerLost, LedgerError
-from trainer.producer import PauseReport
+from trainer.producer import PauseReport, Producer
 from trainer.rollout import Batch
 from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_schedule
 from trainer.staleness import StalenessBudget
@@ -115,6 +115,45 @@ def test_L30_the_three_schedules_train_the_same_number_of_groups_and_end_empty(
     if name == "colocated":
         turns = ["pause", "learner has the devices", "train 1", "engine has the devices"]
         assert parts.log[:4] == turns
+
+
+def test_L30_producers_that_have_nothing_in_production_are_not_told_to_rest(store: Store) -> None:
+    async def main() -> None:
+        async with desk(store, budget=StalenessBudget(0)) as made:  # only its batch is drawn
+            parts = _Parts(made)
+            await _run(made, "sync", parts)
+            assert "pause" not in parts.log
+            assert "resume" not in parts.log
+            assert len(parts.reports) == 4
+
+    run_virtual(main())
+
+
+def test_L20_a_producer_that_is_started_in_a_pause_gets_no_work_before_its_end(
+    store: Store,
+) -> None:
+    """As the successor of one that died: nobody has told it of the pause yet."""
+
+    async def main() -> None:
+        async with desk(store, script=SLOW, budget=StalenessBudget(5)) as made:
+            first = made.producer
+            successor = Producer(first._dispatcher, first._parts, first._config, owner="producer-1")
+            tasks: list[asyncio.Task[None]] = []
+
+            class Parts(_Parts):
+                async def sync(self, model_step: int, mode: SyncMode) -> None:
+                    if not tasks:
+                        tasks.append(asyncio.create_task(successor.run()))
+                    await asyncio.sleep(5)
+                    assert successor.report().in_production == 0
+                    await super().sync(model_step, mode)  # an engine at work would refuse
+
+            await _run(made, "async", Parts(made), sync_mode="pause")
+            assert successor.report().rollouts > 0
+            await successor.stop(30)
+            await tasks[0]
+
+    run_virtual(main())
 
 
 def test_L30_a_session_that_outlives_its_batch_is_an_error_when_they_take_turns(

@@ -249,9 +249,9 @@ def test_a_bad_request_fails_alone(context: list[int], error: type[Exception], s
     asyncio.run(run())
 
 
-def _endless(name: str) -> Any:
+def _endless(name: str, tokens: int = LONG) -> Any:
     """A request that only ends at its limit: greedy loops never sample the end."""
-    return request(name, [3, 4, 5], max_new_tokens=LONG, temperature=0.0)
+    return request(name, [3, 4, 5], max_new_tokens=tokens, temperature=0.0)
 
 
 class Brake:
@@ -285,6 +285,30 @@ def test_the_time_that_the_worker_is_busy_is_known_while_it_still_is() -> None:
             brake.let_go()
             await task
             assert engine.counters.busy_s > first
+
+    asyncio.run(run())
+
+
+def test_what_ends_while_the_engine_computes_is_handed_over_every_few_passes() -> None:
+    """Twelve requests end in twelve passes while a long one goes on."""
+
+    async def run() -> None:
+        async with running(max_batch=16) as engine:
+            handed_over: list[int] = []
+            deliver = engine._deliver
+
+            def counted(outcomes: list[Any]) -> None:
+                handed_over.append(len(outcomes))
+                deliver(outcomes)
+
+            engine._deliver = counted  # type: ignore[method-assign]
+            long = asyncio.create_task(engine.generate(_endless("long")))
+            short = [_endless(f"r{n}", n) for n in range(1, 13)]
+            await asyncio.gather(*(engine.generate(one) for one in short))
+            assert not long.done()
+            await long
+            assert sum(handed_over) == 13
+            assert len(handed_over) <= 5
 
     asyncio.run(run())
 

@@ -179,6 +179,12 @@ def resume(folder: Path, *overrides: str) -> Run:
     return Run(["resume", str(folder), *sets], folder)
 
 
+def own_environment(file: Path, source: str, name: str, params: str) -> str:
+    """The setting by which the first task gets the class `name`; its source goes into `file`."""
+    file.write_text(source)
+    return f"tasks[0].environment={{kind: class, target: '{file}:{name}', params: {params}}}"
+
+
 def check_clean(result: Result, name: str) -> None:
     """Books that balance, an empty arena that is gone from the machine."""
     ledger = result.summary["ledger"]

@@ -2,11 +2,11 @@
 
 Trains the tiny configuration with two engine processes, a warm-up, an evaluation every fourth step
 and a checkpoint every other. At random moments, in the start and in a checkpoint as well as in a
-step, it kills one process of the run (learner, producer or an engine) chosen at random, or sends
-Ctrl-C, or kills the driver; after each end it resumes. It fails when a run ends by itself with
-anything but success, when the books do not balance, when a step is missing from the history, or
-when an arena is left. The seed is printed; the same seed makes the same choices, not the same
-moments.
+step, it kills one process of the run (learner, producer, an engine, or the template that forks
+them), or sends Ctrl-C, or kills the driver; after each end it resumes. It fails when a run ends by
+itself with anything but success, when the books do not balance, when a step is missing from the
+history, or when an arena is left. The seed is printed; the same seed makes the same choices, not
+the same moments.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from shmstore import Store
 from tests.trainer.run import runs
 
-VICTIMS = ("learner", "producer", "engine-0", "engine-1")
-PAUSE_S = (0.5, 8.0)
+VICTIMS = ("learner", "producer", "engine-0", "engine-1", "shmrl-template")
+PAUSE_S = (0.5, 5.5)
 WARMUP = "warmup={steps_max: 40, target: 1.0, eval_every: 20, eval_prompts: 32, batch: 16}"
 SETTINGS = (
     "engine.inline=false",

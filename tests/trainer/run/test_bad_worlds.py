@@ -80,12 +80,10 @@ class Says:
 
 def test_L13_a_tool_that_sleeps_or_raises_costs_rollouts_and_not_the_run(tmp_path: Path) -> None:
     tools = tmp_path / "tools.py"
-    tools.write_text(TOOLS)
-    params = f"{{target: '{tools}:lookup'}}"
     run = runs.start(
         tmp_path,
         *QUICK,
-        f"tasks[0].environment={{kind: class, target: '{tools}:Asks', params: {params}}}",
+        runs.own_environment(tools, TOOLS, "Asks", f"{{target: '{tools}:lookup'}}"),
         'model.alphabet="0123456789<>=_/\\ntolrespn"',
         "model.config.max_position_embeddings=128",
         "faults.useless_groups_max=20",

@@ -232,6 +232,24 @@ def test_a_users_file_that_imports_what_is_not_installed_is_told_without_running
     assert "imports 'no_such_package', which is not installed" in found["tasks[0].judge.target"]
 
 
+def test_nothing_of_the_users_is_imported_by_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package/__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "my_package/judges.py").write_text("def score(prompt, text): ...\n")
+    (tmp_path / "my_space/inner").mkdir(parents=True)
+    (tmp_path / "my_space/inner/judges.py").write_text("def score(prompt, text): ...\n")
+    config = tmp_path / "good.yaml"
+    for package in ("my_package", "my_space.inner"):
+        judge = f"judge: {{kind: callable, target: '{package}.judges:score'}}"
+        config.write_text(GOOD.replace("judge: exact", judge))
+        assert load(config)
+        found = mistakes(tmp_path, config.read_text().replace(".judges", ".judgments"))
+        assert "cannot be found" in found["tasks[0].judge.target"]
+
+
 RUN = "    async def run(self, s, p): ...\n"
 
 
@@ -295,6 +313,15 @@ def test_a_judge_of_which_the_file_does_not_tell_passes(tmp_path: Path, source: 
     judge = f"judge: {{kind: callable, target: '{file}:f'}}"
     config.write_text(GOOD.replace("judge: exact", judge))
     assert load(config).tasks[0].judge.target == f"{file}:f"
+
+
+@pytest.mark.parametrize("how", ["async def", "def"])
+def test_an_environment_whose_run_is_decorated_passes(tmp_path: Path, how: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"class E:\n    @decorated\n    {how} run(self, anything): ...\n")
+    config = tmp_path / "good.yaml"
+    config.write_text(GOOD + f"    environment: {{kind: class, target: '{file}:E'}}\n")
+    assert load(config)
 
 
 def test_a_users_tool_is_called_by_names(tmp_path: Path) -> None:

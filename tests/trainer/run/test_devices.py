@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,13 @@ from tests.trainer.run.runs import ROOT, TINY
 from trainer.cli import main
 from trainer.config import Config, ConfigMistakes, load
 from trainer.errors import ConfigError
-from trainer.placement import cuda_number, own_device, plan_devices, replica_devices
+from trainer.placement import (
+    cuda_number,
+    keep_for_good,
+    own_device,
+    plan_devices,
+    replica_devices,
+)
 from trainer.run.wiring import _Plan, check_devices
 
 
@@ -166,3 +174,18 @@ def test_the_variable_reaches_the_process_before_cuda_could_read_it(tmp_path: Pa
         check=False,
     )
     assert done.stdout.split() == ["GPU-a"], done.stderr
+
+
+def test_what_is_kept_for_good_is_no_garbage() -> None:
+    class Ring:
+        own: object
+
+    ring = Ring()
+    ring.own, gone = ring, weakref.ref(ring)
+    del ring
+    try:
+        keep_for_good()
+        assert gone() is None
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

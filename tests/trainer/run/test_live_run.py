@@ -124,13 +124,10 @@ def test_an_exported_folder_and_a_users_multi_turn_environment_train(
     finished: tuple[runs.Result, runs.Run], tmp_path: Path
 ) -> None:
     _, before = finished
-    file = tmp_path / "turns.py"
-    file.write_text(TWO_TURNS)
-    environment = f"{{kind: class, target: '{file}:TwoTurns', params: {{between: '='}}}}"
     run = runs.start(
         tmp_path,
         f"model={before.folder / f'hf/step-{STEPS}'}",
-        f"tasks[0].environment={environment}",
+        runs.own_environment(tmp_path / "turns.py", TWO_TURNS, "TwoTurns", "{between: '='}"),
         "rollout.max_new_tokens=4",
         "schedule.steps=2",
         "eval.prompts=0",

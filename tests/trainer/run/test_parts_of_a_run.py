@@ -27,6 +27,7 @@ from trainer.run.display import QuietDisplay
 from trainer.run.driver import Driver
 from trainer.run.learner_actor import LEARNER_OWNER, LearnerReady
 from trainer.run.learner_link import LearnerLink, StateLost
+from trainer.run.producer_link import ProducerLink
 from trainer.run.summary import Summary
 from trainer.testing import store_group
 from trainer.trace import TraceStore
@@ -77,6 +78,33 @@ async def test_L07_a_learner_without_a_state_that_dies_in_its_first_step(
     else:
         await link.train([group], 1)
     assert len(handle.batches) == (1 if released else 2)
+
+
+class _Producer:
+    """A producer's handle whose first start ends because an engine that it asked died."""
+
+    state = "up"
+    starts = 0
+
+    @property
+    def start(self) -> Any:
+        return self
+
+    def using(self, when_down: str) -> Any:
+        async def start(*_: object) -> int:
+            self.starts += 1
+            if self.starts == 1:
+                raise ActorDied("engine-0", "killed by SIGKILL", -9, "")
+            return 2
+
+        return start
+
+
+async def test_a_producer_whose_engine_died_while_it_was_started_is_started_once_more() -> None:
+    handle = _Producer()
+    link = ProducerLink(cast(Any, handle), {}, "producer-0", lambda text: None)
+    await link._start_again()
+    assert (handle.starts, link._incarnation) == (2, 2)
 
 
 async def test_a_mixture_that_holds_nothing_out_trains_without_evaluation() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from trainer.config import load
 from trainer.fit import _last_words
 from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, describe, read_metrics
-from trainer.run.display import PlainDisplay
+from trainer.run.display import PlainDisplay, make_display
 from trainer.run.folder import BadRunFolder, RunFolder, default_run_name, write_atomically
 from trainer.run.plot import plot_rewards, smoothed
 from trainer.run.summary import Summary
@@ -143,6 +145,45 @@ def test_tensorboard_shows_each_step_once_after_a_run_went_back(folder: RunFolde
     events.Reload()
     found = [(event.step, round(event.value, 3)) for event in events.Scalars("reward")]
     assert found == [(1, 0.1), (2, 0.7), (3, 0.8), (4, 0.9)]
+
+
+def test_events_that_cannot_be_written_are_told_once_and_the_metrics_go_on(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    writer = MetricsWriter(folder.metrics_file, folder.tensorboard, warn=told.append)
+    assert writer._events is not None
+    monkeypatch.setattr(type(writer._events), "scalar", _disk_is_full)
+    for step in (1, 2):
+        writer.write(step, {"reward": 0.5})
+    writer.close()
+    assert [r["train_step"] for r in read_metrics(folder.metrics_file)] == [1, 2]
+    assert len(told) == 1
+    assert "no more TensorBoard events" in told[0]
+
+
+def _disk_is_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_metrics_of_a_folder_that_was_removed_are_an_error(folder: RunFolder) -> None:
+    writer = MetricsWriter(folder.metrics_file, None)
+    writer.write(1, {"reward": 0.5})
+    shutil.rmtree(folder.path)
+    with pytest.raises(FileNotFoundError, match="removed while it ran"):
+        writer.write(2, {"reward": 0.5})
+    writer.close()
+
+
+def test_a_display_that_nobody_can_see_any_more_is_silent() -> None:
+    class Broken(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    display = make_display(table_rows=3, stream=Broken())
+    display.note("hello")
+    display.step({"train_step": 1.0})
+    display.close()
 
 
 def test_the_plot_is_a_picture(folder: RunFolder) -> None:

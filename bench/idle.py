@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ __all__ = ["context_switches", "count_idle_wakes", "system_calls"]
 
 P, L = "producer-0", "learner"
 _PR_SET_PTRACER = 0x59616D61
+#: Being attached to interrupts a thread's sleep; what it does to sleep again is not counted.
+_ATTACHING_S = 0.2
 
 #: Counts what a thread does in so many seconds.
 Counting = Callable[[int, float], int]
@@ -51,7 +54,7 @@ def count_idle_wakes(seconds: float) -> tuple[int, str]:
 
 def system_calls(thread_id: int, seconds: float) -> int:
     """System calls that the thread began or ended within `seconds`, by strace."""
-    command = ["strace", "-p", str(thread_id)]
+    command = ["strace", "-ttt", "-p", str(thread_id)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
         assert tracer.stderr is not None
         # Where only ancestors may trace (Yama), this lets a child do it.
@@ -59,11 +62,13 @@ def system_calls(thread_id: int, seconds: float) -> int:
         first = tracer.stderr.readline()
         if "attached" not in first:
             raise PermissionError(first.strip())
-        threading.Event().wait(seconds)
+        begin = time.time() + _ATTACHING_S
+        threading.Event().wait(_ATTACHING_S + seconds)
         tracer.send_signal(signal.SIGINT)
         rest = tracer.stderr.read()
     # The call in which the thread sleeps is told without a result; it is cut off at the end.
-    return sum(" = " in line for line in rest.splitlines())
+    calls = [line for line in rest.splitlines() if " = " in line]
+    return sum(float(call.split()[0]) >= begin for call in calls)
 
 
 def context_switches(thread_id: int, seconds: float) -> int:

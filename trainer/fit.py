@@ -498,6 +498,10 @@ def _last_words(summary: Summary, folder: RunFolder, first_step: int) -> Sequenc
     if 1 < first_step <= summary.steps:
         steps += f", of which steps {first_step}-{summary.steps} since it was resumed"
     lines.append(f"{steps}; everything is in {folder.path}")
+    if summary.interrupted and not summary.error:
+        lines.append(f"it was interrupted; `shmrl resume {folder.path}` goes on")
+    elif first_step > summary.steps and not summary.error:
+        lines.append("no step was left to train; `--set schedule.steps=N` gives it more")
     arena = summary.arena
     left = f": left by {summary.left_by_owner}" if not arena.empty else ""
     lines.append(f"arena: {arena.sessions} sessions, {arena.objects} objects{left}")

@@ -113,6 +113,7 @@ def test_ctrl_c_once_ends_after_the_step_with_a_checkpoint_and_resume_finishes(
     first = run.result()
     assert first.status == 130, first.stderr
     assert first.summary["interrupted"]
+    assert f"`shmrl resume {run.folder}` goes on" in first.stderr
     steps = first.summary["steps"]
     assert (run.folder / "checkpoints/latest").read_text() == f"step-{steps}\n"
     runs.check_clean(first, run.name)
@@ -122,6 +123,9 @@ def test_ctrl_c_once_ends_after_the_step_with_a_checkpoint_and_resume_finishes(
     assert second.summary["ledger"]["trained"] == (steps + 3) * 16
     assert [r["train_step"] for r in run.steps()] == list(range(1, steps + 4))
     runs.check_clean(second, run.name)
+    third = runs.resume(run.folder).result()
+    assert (third.status, third.summary["steps"]) == (0, steps + 3), third.stderr
+    assert "no step was left to train" in third.stderr
 
 
 def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:

@@ -152,10 +152,12 @@ class Dispatcher:
         if len(groups) == 1:
             return [await self.put(groups[0], owner=owner)]
         puts = [asyncio.ensure_future(self.put(group, owner=owner)) for group in groups]
-        # In a turn of the loop each is filed, or begins to wait.
-        await asyncio.wait(puts, timeout=0)
-        for put in puts:
-            put.cancel()
+        try:
+            # In a turn of the loop each is filed, or begins to wait.
+            await asyncio.wait(puts, timeout=0)
+        finally:
+            for put in puts:
+                put.cancel()
         found = await asyncio.gather(*puts, return_exceptions=True)
         statuses: list[Status | None] = []
         for one in found:

@@ -1,9 +1,9 @@
 """Whether a value stays what it is in JSON (lifecycle L25).
 
-What users put into prompts goes into snapshots. An encoder accepts much that comes back as
-something else (bytes as text, NaN as null, keys that are numbers as text) or refuses it hours
-later, when the checkpoint is due; so it is checked when it is handed in. Pure; called by the
-sampler and the replay buffer.
+What users put into prompts goes into snapshots and messages. An encoder accepts much that comes
+back as something else (bytes as text, NaN as null, keys that are numbers as text) or refuses it
+hours later, when the checkpoint is due (whole numbers of more than 64 bits); so it is checked when
+it is handed in. Pure; called by the sampler and the replay buffer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ __all__ = ["json_problem"]
 #: Lists and dicts within each other.
 DEPTH_MAX = 64
 
-_ALLOWED = "None, bool, int, finite float, text, and lists and dicts of those with text as keys"
+_ALLOWED = (
+    "None, bool, int of 64 bits, finite float, text, and lists and dicts of those with text as keys"
+)
 
 
 def json_problem(value: Any, path: str) -> str | None:
@@ -32,8 +34,11 @@ def json_problem(value: Any, path: str) -> str | None:
 
 def _find(value: Any, depth: int) -> tuple[str, str] | None:
     kind = type(value)
-    if value is None or kind is bool or kind is int:
+    if value is None or kind is bool:
         return None
+    if kind is int:
+        fits = -(1 << 63) <= value < 1 << 64
+        return None if fits else ("", "is a whole number of more than 64 bits")
     if kind is str:
         return None if value.isascii() or _is_utf8(value) else ("", "is text that is no UTF-8")
     if kind is float:

@@ -106,6 +106,8 @@ class Producer:
         try:
             while not self._stopped:
                 free = await self._wait_for_slots()
+                if self._stopped:  # while it waited; what is drawn now nobody would give back
+                    return
                 for work in await self._draw(free):
                     self._start(work)
         except asyncio.CancelledError:

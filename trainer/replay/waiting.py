@@ -33,9 +33,13 @@ class _Waiter:
 
     async def woken(self) -> None:
         """Returns after a wake-up, whatever it was for; `PartFailed` once its owner is dead."""
-        await self.ready
+        try:
+            await self.ready
+        except Exception:
+            if not self.dead:  # its death is what counts, whatever else it was woken for
+                raise
         if self.dead:
-            raise PartFailed(self.owner, "it died while it waited at the replay buffer")
+            raise PartFailed(self.owner, "it died while it waited at the replay buffer") from None
 
     def let_go(self, error: Exception | None = None) -> None:
         """Wake it, if it has not been woken."""

@@ -26,11 +26,18 @@ from tests.trainer.lifecycle.kit import (
 )
 from trainer.dispatch import Dispatcher
 from trainer.engine.protocol import GenerateRequest, Generation
-from trainer.engine.scripted import Script, ScriptedEngine
+from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine
 from trainer.environment import Session
 from trainer.errors import BadGroup, ToolError
+from trainer.pending import ProducerConfig, ProducerParts
+from trainer.producer import Producer
+from trainer.prompts import PromptSampler
+from trainer.replay import ReplayBuffer
 from trainer.rollout import FinishReason, Group, Prompt, Rollout, Status, Trace
+from trainer.staleness import StalenessBudget
 from trainer.testing import make_segment, run_virtual
+from trainer.trace import TraceStore
+from trainer.work import DispatchConfig
 
 
 @pytest.mark.parametrize("environment", [OneTurn(), TwoTurns()])
@@ -396,3 +403,25 @@ async def test_a_rollout_that_gave_up_waiting_for_room_is_not_written_to_afterwa
             store.sessions.release_owned("somebody")
             await asyncio.get_running_loop().shutdown_default_executor()  # the threads are done
             assert [made.traces.length(session_id) for session_id in held] == [0] * len(held)
+
+
+async def test_L12_a_producer_stopped_as_its_last_group_ends_draws_no_more(store: Store) -> None:
+    """It would be work that nobody gives back: the stop has done so already."""
+    dispatcher = Dispatcher(
+        ReplayBuffer(store),
+        PromptSampler({"math": Questions()}, seed=None),
+        DispatchConfig(batch_groups=4, group_size=2, budget=StalenessBudget(5)),
+    )
+    parts = ProducerParts(
+        ScriptedEngine(Script()), TraceStore(store), ByteTokenizer(), OneTurn(), CountingJudge()
+    )
+    producer = Producer(dispatcher, parts, ProducerConfig(group_size=2, groups_max=1))
+    running = asyncio.create_task(producer.run())
+    while not producer.report().in_production:
+        await asyncio.sleep(0)
+    while producer.report().in_production:
+        await asyncio.sleep(0)
+    await producer.stop(30)
+    await running
+    assert [line for line in dispatcher.describe() if "is producing" in line] == []
+    dispatcher.buffer.close()

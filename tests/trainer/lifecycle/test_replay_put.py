@@ -73,6 +73,7 @@ class _Thing:
         ({"answer": {"a": [1, _Thing()]}}, r"prompt.answer\['a'\]\[1\] is a _Thing"),
         ({"answer": lambda: 1}, "prompt.answer is a function"),
         ({"answer": float("nan")}, "prompt.answer is nan"),
+        ({"answer": 1 << 64}, "prompt.answer is a whole number of more than 64 bits"),
         ({"answer": b"x"}, "prompt.answer is a bytes"),
         ({"metadata": {"n": np.int64(3)}}, r"prompt.metadata\['n'\] is a int64"),
         ({"metadata": {"by": {1: "x"}}}, r"prompt.metadata\['by'\] has the key 1 of type int"),

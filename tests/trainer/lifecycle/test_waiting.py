@@ -439,3 +439,14 @@ def test_L12_what_was_drawn_and_not_begun_goes_out_again_when_its_producer_is_ca
             await made.dispatcher.give_back("producer-1")
 
     run_virtual(main())
+
+
+async def test_L07_a_taker_that_dies_as_its_task_ends_is_told_of_its_death(store: Store) -> None:
+    """Told of the end alone, whoever asks for it would ask again, for a dead owner."""
+    buffer = ReplayBuffer(store)
+    taking = asyncio.create_task(buffer.take({"code": 1}, train_step=1, owner="learner"))
+    await asyncio.sleep(0)
+    buffer.waiting.end_task("code", "it is over")
+    buffer.owner_died("learner")
+    with pytest.raises(PartFailed, match="died while it waited"):
+        await taking

@@ -41,16 +41,20 @@ from trainer.rollout import (
     Prompt,
     Rollout,
     Segment,
+    Status,
     narrowest_unsigned,
 )
 from trainer.trace import TraceStore
 
-__all__ = ["Content", "Conversation", "Gate", "SharedPrompt"]
+__all__ = ["Content", "Conversation", "Gate", "GroupContext"]
 
 #: What can be said to the policy.
 Content = str | Sequence[int] | Sequence[Message]
 
 Routing = NDArray[Any]
+Tokens = NDArray[np.int32]
+
+_NOTHING = Record([], ())
 
 
 @dataclass(slots=True)
@@ -63,20 +67,29 @@ class Gate:
     running: dict[str, Conversation] = field(default_factory=dict)
 
 
-class SharedPrompt:
-    """The first segment of a group's sessions: stored once, by the member that knows its routing
-    first.
+class GroupContext:
+    """What the conversations of one group have in common.
+
+    Their first segment is stored once, by the member that knows its routing first, and what they
+    all say is encoded once. `lack_prompt`: the sessions that lack that segment and will get it;
+    `fresh`: no member has a record of an earlier attempt.
     """
 
-    def __init__(self, session_ids: Sequence[str]) -> None:
-        #: Sessions that lack it and will get it.
-        self.session_ids = tuple(session_ids)
-        self.tokens: list[int] | None = None
-        self.lock = asyncio.Lock()
-
-
-class Conversation:
-    """See the module. Keeps `trainer.environment.Session`."""
+    __slots__ = (
+        "_encoded",
+        "arena_wait_s",
+        "engine",
+        "fresh",
+        "gate",
+        "group_uid",
+        "lack_prompt",
+        "params",
+        "prompt",
+        "prompt_tokens",
+        "storing",
+        "tokenizer",
+        "traces",
+    )
 
     def __init__(
         self,
@@ -86,32 +99,87 @@ class Conversation:
         tokenizer: Tokenizer,
         params: SamplingParams,
         prompt: Prompt,
-        rollout: Rollout,
         group_uid: str,
-        shared: SharedPrompt,
         gate: Gate,
-        fresh: bool,
         arena_wait_s: float,
+        lack_prompt: Sequence[str],
+        fresh: bool,
     ) -> None:
+        self.traces = traces
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.params = params
+        self.prompt = prompt
+        self.group_uid = group_uid
+        self.gate = gate
+        self.arena_wait_s = arena_wait_s
+        self.lack_prompt = tuple(lack_prompt)
+        self.fresh = fresh
+        self.prompt_tokens: Tokens | None = None  # once the segment is stored
+        self.storing = asyncio.Lock()
+        self._encoded: tuple[str, Tokens] | None = None
+
+    def encode(self, content: Content) -> Tokens:
+        """The content as tokens; text that was encoded last is not encoded again."""
+        if not isinstance(content, str):
+            return _fixed(self._encode(content))
+        if self._encoded is None or self._encoded[0] != content:
+            self._encoded = content, _fixed(self.tokenizer.encode(content))
+        return self._encoded[1]
+
+    def _encode(self, content: Sequence[int] | Sequence[Message]) -> Sequence[int]:
+        if not content or isinstance(content[0], (int, np.integer)):
+            return content  # type: ignore[return-value]
+        return self.tokenizer.apply_chat_template(content)  # type: ignore[arg-type]
+
+
+class Conversation:
+    """See the module. Keeps `trainer.environment.Session`."""
+
+    __slots__ = (
+        "_closed",
+        "_context",
+        "_ends",
+        "_length",
+        "_n_prompt_nodes",
+        "_n_prompt_tokens",
+        "_n_requests",
+        "_n_routed",
+        "_n_tokens",
+        "_node",
+        "_parents",
+        "_path_tokens",
+        "_pending",
+        "_reason",
+        "_record",
+        "_rollout",
+        "_sampled_nodes",
+        "_sampled_text",
+        "_step_max",
+        "_step_min",
+        "_stopping",
+        "_turns",
+        "aborted",
+        "id",
+        "request_id",
+    )
+
+    def __init__(self, context: GroupContext, rollout: Rollout) -> None:
+        #: Id of the trace session.
+        self.id = rollout.session_id
         self.aborted = False
         self.request_id: str | None = None
-        self._traces = traces
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._params = params
-        self._prompt = prompt
+        self._context = context
         self._rollout = rollout
-        self._group_uid = group_uid
-        self._shared = shared
-        self._gate = gate
-        self._arena_wait_s = arena_wait_s
         self._stopping = self._closed = False
         self._n_requests = 0
-        old = rollout.turns
-        self._record = Record([], ()) if fresh else Record.of_session(traces, self.id, old)
+        self._record = (
+            _NOTHING if context.fresh else Record.of_session(context.traces, self.id, rollout.turns)
+        )
         # The path so far: everything below describes stored segments only.
         self._node: int | None = None
-        self._tokens: list[int] = []
+        self._path_tokens: list[Tokens] = []
+        self._length = 0
         self._n_routed = 0
         self._sampled_text: list[str] = []
         # All paths of the session.
@@ -125,19 +193,15 @@ class Conversation:
         self._step_min: int | None = None
         self._step_max: int | None = None
         self._reason: FinishReason | None = None
-        self._pending: list[int] = []
+        # What was said and is not stored yet.
+        self._pending: list[Tokens] = []
 
     # -- what environments use -------------------------------------------------------------------
 
     @property
-    def id(self) -> str:
-        """Id of the trace session."""
-        return self._rollout.session_id
-
-    @property
     def prompt(self) -> Prompt:
         """The task instance."""
-        return self._prompt
+        return self._context.prompt
 
     @property
     def text(self) -> str:
@@ -146,7 +210,7 @@ class Conversation:
 
     async def append(self, content: Content) -> None:
         """Add tokens that no model sampled; they are stored with the next `generate`."""
-        self._pending.extend(self._encode(content))
+        self._say(content)
 
     async def generate(
         self, content: Content | None = None, params: SamplingParams | None = None
@@ -155,27 +219,30 @@ class Conversation:
         if self._closed:
             raise RolloutAborted
         if content is not None:
-            await self.append(content)
-        params = params or self._params
-        self._follow_record_through_pending()
-        replayed = self._replay_turn(params)
-        if replayed is not None:
-            return replayed
-        partial = self._replay_partial_turn()
-        if len(partial) >= params.max_new_tokens:
-            return self._finish_turn(partial, FinishReason.LENGTH)
-        if partial:
-            left = params.max_new_tokens - len(partial)
+            self._say(content)
+        params = params or self._context.params
+        before: list[Tokens] = []  # of this turn, sampled in an earlier attempt
+        if self._record:
+            self._follow_record_through_pending()
+            turn = [] if self._pending else self._record.take_turn(self._node)
+            if turn:
+                tokens = np.concatenate(self._step_over(turn))
+                return self._finish_turn(tokens, self._reason_of(tokens, params))
+            before = self._replay_partial_turn()
+            left = params.max_new_tokens - sum(map(len, before))
+            if left <= 0:
+                return self._finish_turn(np.concatenate(before), FinishReason.LENGTH)
             params = dataclasses.replace(params, max_new_tokens=left)
         generation = await self._request(params)
-        await self._store(generation)
-        partial.extend(generation.token_ids.tolist())
+        sampled = await self._store(generation)
         if generation.finish_reason is FinishReason.ABORT:
             self.aborted = True
             raise RolloutAborted
         if generation.finish_reason is FinishReason.ERROR:
             raise EngineError(generation.error or "the engine reported an error without a text")
-        return self._finish_turn(partial, generation.finish_reason)
+        if before:
+            return self._finish_turn(np.concatenate([*before, sampled]), generation.finish_reason)
+        return self._finish_turn(sampled, generation.finish_reason, generation.text)
 
     def rewind(self, to: Turn | None = None) -> None:
         """Go back to the end of an earlier turn of this session, on whatever path (None: to the
@@ -195,12 +262,12 @@ class Conversation:
             )
         self._ends.append(self._node)
         self._pending.clear()
-        self._node, self._n_routed = None, 0
-        self._tokens.clear()
+        self._node, self._n_routed, self._length = None, 0, 0
+        self._path_tokens.clear()
         self._sampled_text.clear()
         for one in self._path(None if to is None else to.node):
-            segment = self._traces.segment(self.id, one)
-            self._go_to(one, segment.token_ids.tolist(), segment.n_routed)
+            segment = self._context.traces.segment(self.id, one)
+            self._go_to(one, segment.token_ids.copy(), segment.n_routed)
             if one in self._turns:
                 self._sampled_text.append(self._turns[one].text)
 
@@ -210,7 +277,7 @@ class Conversation:
         """End this conversation part-way: abort its request, refuse the next one."""
         self._stopping = True
         if self.request_id is not None:
-            await self._engine.abort([self.request_id])
+            await self._context.engine.abort([self.request_id])
 
     def close(self) -> None:
         """Its environment has ended or is abandoned: whoever still holds this gets no more turns,
@@ -228,10 +295,15 @@ class Conversation:
         """Whether the path holds a token of the model."""
         return self._step_min is not None
 
-    def outcome(self, **changes: Any) -> Rollout:
-        """The rollout with everything that is known from the trace, and the caller's `changes`."""
+    def outcome(
+        self, status: Status, reward: float | None, error: str | None, generation_time_s: float
+    ) -> Rollout:
+        """The rollout as it ends, with everything that is known from the trace."""
         return self._rollout.evolve(
-            **changes,
+            status=status,
+            reward=reward,
+            error_msg=error,
+            generation_time_s=generation_time_s,
             leaves=self._leaves(),
             turns=tuple(self._turns),
             n_prompt_nodes=self._n_prompt_nodes,
@@ -247,31 +319,24 @@ class Conversation:
     def _follow_record_through_pending(self) -> None:
         """What was said again is on record: step over it. What differs ends the record."""
         record = self._record
-        if not record or (not self._pending and record.samples_after(self._node)):
+        if not self._pending and record.samples_after(self._node):
             return
-        said = record.take_said(self._node, self._pending)
+        said = record.take_said(self._node, _joined(self._pending))
         if said is None:
             self._leave_record()
             return
         self._pending.clear()
         self._step_over([said])
 
-    def _replay_turn(self, params: SamplingParams) -> Turn | None:
-        """The next finished turn on record; None when there is none."""
-        turn = [] if self._pending else self._record.take_turn(self._node)
-        if not turn:
-            return None
-        tokens = self._step_over(turn)
-        return self._finish_turn(tokens, self._reason_of(tokens, params))
-
-    def _reason_of(self, tokens: list[int], params: SamplingParams) -> FinishReason:
+    def _reason_of(self, tokens: Tokens, params: SamplingParams) -> FinishReason:
         """Why a turn on record ended: a record holds no reasons, but what it holds tells."""
-        stopped = tokens[-1] in (self._tokenizer.eos_token_id, *params.stop_token_ids)
-        room = self._engine.info.context_max - len(self._tokens)
+        context = self._context
+        stopped = tokens[-1] in (context.tokenizer.eos_token_id, *params.stop_token_ids)
+        room = context.engine.info.context_max - self._length
         full = len(tokens) >= params.max_new_tokens or room <= 0
         return FinishReason.LENGTH if full and not stopped else FinishReason.STOP
 
-    def _replay_partial_turn(self) -> list[int]:
+    def _replay_partial_turn(self) -> list[Tokens]:
         """Tokens of the turn that was aborted, if the conversation has come to it; what is still on
         record then is of another path than this one.
         """
@@ -283,48 +348,46 @@ class Conversation:
     def _leave_record(self) -> None:
         keep = self._record.leave()
         if keep is not None:
-            self._traces.truncate(self.id, keep=keep)
+            self._context.traces.truncate(self.id, keep=keep)
 
-    def _step_over(self, segments: Sequence[Recorded]) -> list[int]:
+    def _step_over(self, segments: Sequence[Recorded]) -> list[Tokens]:
         """Go on behind segments on record; -> their tokens."""
-        found: list[int] = []
         for recorded in segments:
-            tokens = recorded.token_ids.tolist()
-            found += tokens
-            self._advance(recorded.node, tokens, recorded.n_routed)
+            self._advance(recorded.node, recorded.token_ids, recorded.n_routed)
             if recorded.sampled:
                 self._note_sampled(recorded.model_steps)
             elif self._step_min is None:
-                self._note_prompt(len(tokens))
-        return found
+                self._note_prompt(len(recorded.token_ids))
+        return [recorded.token_ids for recorded in segments]
 
     # -- requests --------------------------------------------------------------------------------
 
+    def _say(self, content: Content) -> None:
+        tokens = self._context.encode(content)
+        if len(tokens):
+            self._pending.append(tokens)
+
     async def _request(self, params: SamplingParams) -> Generation:
-        if self._gate.stopping or self._stopping:
+        gate = self._context.gate
+        if gate.stopping or self._stopping:
             self.aborted = True
             raise RolloutAborted
-        context = np.array(self._tokens + self._pending, np.int32)
-        if not len(context):
+        tokens = _joined(self._path_tokens + self._pending)
+        if not len(tokens):
             raise EngineError("generate without any content: there is no token to continue from")
         self._n_requests += 1
         request_id = f"{self.id}/{self._rollout.attempt}.{self._n_requests}"
         request = GenerateRequest(
-            request_id=request_id,
-            session_id=self.id,
-            token_ids=context,
-            params=params,
-            group_id=self._group_uid,
-            n_routed_known=self._n_routed,
+            request_id, self.id, tokens, params, self._context.group_uid, self._n_routed
         )
-        self._gate.running[request_id] = self
+        gate.running[request_id] = self
         self.request_id = request_id
         try:
-            generation = await self._engine.generate(request)
+            generation = await self._context.engine.generate(request)
         finally:
             self.request_id = None
-            self._gate.running.pop(request_id, None)
-        return self._checked(generation, len(context))
+            gate.running.pop(request_id, None)
+        return self._checked(generation, len(tokens))
 
     def _checked(self, generation: Generation, n_context: int) -> Generation:
         """An engine's answer is the world's, not ours: check it before it is stored."""
@@ -334,7 +397,7 @@ class Conversation:
                 f"the engine returned {k} tokens, {len(generation.logprobs)} log-probs and "
                 f"{len(generation.model_steps)} model steps"
             )
-        info = self._engine.info
+        info = self._context.engine.info
         routed = generation.routed_experts
         if not info.routes or k == 0:
             if routed is not None:
@@ -345,94 +408,102 @@ class Conversation:
         wanted = (n_context + k - 1 - self._n_routed, info.n_layers_moe, info.top_k)
         if routed.shape != wanted:
             raise EngineError(f"routed experts have shape {routed.shape}; {wanted} was asked for")
-        narrow: Routing = routed.astype(narrowest_unsigned(info.n_experts), copy=False)
-        if narrow is routed:
+        narrow = narrowest_unsigned(info.n_experts)
+        if routed.dtype is narrow:
             return generation
-        return dataclasses.replace(generation, routed_experts=narrow)
+        narrowed: Routing = routed.astype(narrow)
+        return dataclasses.replace(generation, routed_experts=narrowed)
 
     # -- storing ---------------------------------------------------------------------------------
 
-    async def _store(self, generation: Generation) -> None:
-        """The tokens that were kept back, then the sampled ones, each with its rows of routing."""
-        k = len(generation.token_ids)
-        if k == 0:
-            return  # aborted before the first token: what is pending is said again next time
+    async def _store(self, generation: Generation) -> Tokens:
+        """The tokens that were kept back, then the sampled ones, each with its rows of routing;
+        -> the sampled ones.
+        """
+        if not len(generation.token_ids):  # aborted before the first: what is pending is said again
+            return _NO_TOKENS
         routed = generation.routed_experts
         before = None
         if routed is not None:
-            n_before = len(self._tokens) - self._n_routed
+            n_before = self._length - self._n_routed
             before, routed = (routed[:n_before] if n_before else None), routed[n_before:]
         if self._pending:
-            n = len(self._pending)
-            await self._insert_said(None if routed is None else routed[:n], before)
+            said = _joined(self._pending)
+            rows = None if routed is None else routed[: len(said)]
+            await self._store_said(said, rows, before)
             before = None
-            routed = None if routed is None else routed[n:]
-            self._pending.clear()
+            routed = None if routed is None else routed[len(said) :]
         segment = Segment(
-            token_ids=generation.token_ids,
-            labels=generation.token_ids,
-            logprobs=generation.logprobs,
-            model_steps=generation.model_steps,
-            text=generation.text,
-            routed_experts=routed,
-            routed_before=before,
+            generation.token_ids,
+            generation.token_ids,
+            generation.logprobs,
+            generation.model_steps,
+            generation.text,
+            routed,
+            -1,
+            before,
         )
-        node = await self._insert([self.id], segment)
-        self._advance(node, segment.token_ids.tolist(), segment.n_routed)
+        node = await self._insert((self.id,), segment)
+        self._advance(node, segment.token_ids, segment.n_routed)
         self._note_sampled(segment.model_steps)
+        return segment.token_ids
 
-    async def _insert_said(self, rows: Routing | None, before: Routing | None) -> None:
+    async def _store_said(self, said: Tokens, rows: Routing | None, before: Routing | None) -> None:
         """Tokens that no model sampled. The first of a group are stored once for all its
         sessions.
         """
-        said = self._pending
-        if not self._parents and self.id in self._shared.session_ids:
-            node = await self._insert_shared(said, rows, before)
+        context = self._context
+        if self._parents or self.id not in context.lack_prompt:
+            node = await self._insert((self.id,), self._segment(said, rows, before))
+        elif context.prompt_tokens is not None and np.array_equal(context.prompt_tokens, said):
+            node = 0  # a mate has stored it
         else:
-            node = await self._insert([self.id], self._said(said, rows, before))
+            node = await self._store_prompt(said, rows, before)
+        self._pending.clear()
         self._advance(node, said, 0 if rows is None else len(rows))
         if self._step_min is None:
             self._note_prompt(len(said))
 
-    def _said(self, tokens: list[int], rows: Routing | None, before: Routing | None) -> Segment:
-        n = len(tokens)
+    async def _store_prompt(
+        self, said: Tokens, rows: Routing | None, before: Routing | None
+    ) -> int:
+        """Store the prompt for all members, or use what a mate stored for this one."""
+        context = self._context
+        async with context.storing:
+            if context.prompt_tokens is None:
+                mates = [sid for sid in context.lack_prompt if sid != self.id]
+                node = await self._insert([self.id, *mates], self._segment(said, rows, before))
+                context.prompt_tokens = said
+                return node
+        if np.array_equal(context.prompt_tokens, said):
+            return 0
+        # This member was told something else than its mates: a prompt of its own.
+        context.traces.truncate(self.id, keep=0)
+        return await self._insert((self.id,), self._segment(said, rows, before))
+
+    def _segment(self, said: Tokens, rows: Routing | None, before: Routing | None) -> Segment:
+        n = len(said)
         return Segment(
-            token_ids=np.array(tokens, np.int32),
+            token_ids=said,
             labels=np.full(n, IGNORE_LABEL, np.int32),
             logprobs=np.zeros(n, np.float32),
             model_steps=np.full(n, NO_MODEL_STEP, np.int32),
-            text=self._tokenizer.decode(tokens),
+            text=self._context.tokenizer.decode(said.tolist()),
             routed_experts=rows,
             routed_before=before,
         )
-
-    async def _insert_shared(
-        self, said: list[int], rows: Routing | None, before: Routing | None
-    ) -> int:
-        """Store the prompt for all members, or use what a mate stored for this one."""
-        shared = self._shared
-        async with shared.lock:
-            if shared.tokens is None:
-                mates = [sid for sid in shared.session_ids if sid != self.id]
-                node = await self._insert([self.id, *mates], self._said(said, rows, before))
-                shared.tokens = list(said)
-                return node
-        if shared.tokens == said:
-            return 0
-        # This member was told something else than its mates: a prompt of its own.
-        self._traces.truncate(self.id, keep=0)
-        return await self._insert([self.id], self._said(said, rows, before))
 
     async def _insert(self, session_ids: Sequence[str], segment: Segment) -> int:
         """-> node in the first session. A full arena is waited for in a thread, so the loop goes
         on; the session is written to here, for this may be cancelled while the thread waits.
         """
-        parent = self._node
+        traces, parent = self._context.traces, self._node
         try:
-            return self._traces.insert_shared(session_ids, segment, parent)[0]
+            return traces.insert_shared(session_ids, segment, parent)[0]
         except StoreFull:
-            stored = await asyncio.to_thread(self._traces.put_apart, segment, self._arena_wait_s)
-            return self._traces.attach(session_ids, stored, parent)[0]
+            wait_s = self._context.arena_wait_s
+            stored = await asyncio.to_thread(traces.put_apart, segment, wait_s)
+            return traces.attach(session_ids, stored, parent)[0]
 
     # -- the path --------------------------------------------------------------------------------
 
@@ -446,6 +517,8 @@ class Conversation:
 
     def _leaves(self) -> tuple[int, ...]:
         """Where paths end that hold tokens of the model."""
+        if not self._ends and self._node is not None:  # it never went back: one path of all nodes
+            return (self._node,) if self._sampled_nodes else ()
         paths = [self._path(node) for node in dict.fromkeys([*self._ends, self._node])]
         inner = {node for path in paths for node in path[:-1]}
         return tuple(
@@ -454,7 +527,7 @@ class Conversation:
             if path and path[-1] not in inner and not self._sampled_nodes.isdisjoint(path)
         )
 
-    def _advance(self, node: int, tokens: list[int], n_routed: int) -> None:
+    def _advance(self, node: int, tokens: Tokens, n_routed: int) -> None:
         """A segment that the session got, or had from an earlier attempt, at the end of the
         path.
         """
@@ -463,17 +536,18 @@ class Conversation:
         self._parents[node] = self._node
         self._go_to(node, tokens, n_routed)
 
-    def _go_to(self, node: int, tokens: list[int], n_routed: int) -> None:
+    def _go_to(self, node: int, tokens: Tokens, n_routed: int) -> None:
         self._node = node
         if n_routed:
-            self._n_routed = len(self._tokens) + n_routed
-        self._tokens += tokens
+            self._n_routed = self._length + n_routed
+        self._path_tokens.append(tokens)
+        self._length += len(tokens)
 
     def _note_prompt(self, n_tokens: int) -> None:
         self._n_prompt_nodes += 1
         self._n_prompt_tokens += n_tokens
 
-    def _note_sampled(self, model_steps: NDArray[np.int32]) -> None:
+    def _note_sampled(self, model_steps: Tokens) -> None:
         assert self._node is not None
         self._sampled_nodes.add(self._node)
         steps = model_steps.tolist()  # a handful: numpy's reductions cost more than the list
@@ -481,20 +555,26 @@ class Conversation:
         self._step_min = low if self._step_min is None else min(low, self._step_min)
         self._step_max = high if self._step_max is None else max(high, self._step_max)
 
-    def _finish_turn(self, tokens: list[int], reason: FinishReason) -> Turn:
+    def _finish_turn(self, tokens: Tokens, reason: FinishReason, text: str | None = None) -> Turn:
+        """`text`: of these tokens, where it is known."""
         assert self._node is not None
         self._reason = reason
-        text = self._tokenizer.decode(tokens)
-        turn = Turn(text, np.array(tokens, np.int32), reason, self._node)
-        self._turns[self._node] = turn
+        if text is None:
+            text = self._context.tokenizer.decode(tokens.tolist())
+        turn = self._turns[self._node] = Turn(text, tokens.copy(), reason, self._node)
         self._sampled_text.append(text)
         return turn
 
-    def _encode(self, content: Content) -> list[int]:
-        if isinstance(content, str):
-            return self._tokenizer.encode(content)
-        if not content:
-            return []
-        if isinstance(content[0], (int, np.integer)):
-            return [int(token) for token in content]  # type: ignore[arg-type]
-        return self._tokenizer.apply_chat_template(content)  # type: ignore[arg-type]
+
+def _joined(parts: Sequence[Tokens]) -> Tokens:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else _NO_TOKENS
+
+
+def _fixed(token_ids: Sequence[int]) -> Tokens:
+    """As an array that several conversations and the engine may share."""
+    array = np.array(token_ids, np.int32)
+    array.flags.writeable = False
+    return array
+
+
+_NO_TOKENS = _fixed(())

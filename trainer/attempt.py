@@ -59,6 +59,7 @@ class Attempt:
         "_timers",
         "_verdict",
         "conversation",
+        "is_open",
     )
 
     def __init__(
@@ -81,6 +82,8 @@ class Attempt:
         self._timers: list[asyncio.TimerHandle] = []
         self._stopper: asyncio.Task[None] | None = None
         self._verdict: Awaitable[float] | None = None  # what the judge is asked to come to
+        #: Whether `give_up` has something to end.
+        self.is_open = True
         conversation = self.conversation = Conversation(context, rollout)
         self._run(lambda: parts.environment.run(conversation, context.prompt))
         soft_s = config.rollout_timeout_s
@@ -90,7 +93,8 @@ class Attempt:
 
     def advance(self) -> Rollout | None:
         """What its user code has come to; -> the rollout, or None while the judge is at work."""
-        self._end_timers()
+        if self._timers:
+            self._end_timers()
         if self._verdict is not None:
             return self._judged(self._verdict)
         self.conversation.close()
@@ -127,6 +131,7 @@ class Attempt:
         done = self.conversation.outcome(
             status, reward, error, self._rollout.generation_time_s + self._talked_s
         )
+        self.is_open = self._stopper is not None
         if status is Status.ABORTED and not self._config.partial_rollout:
             self._parts.traces.truncate(done.session_id, keep=done.n_prompt_nodes)
             done = done.cut_to_prompt(Status.ABORTED)
@@ -224,8 +229,8 @@ class Attempt:
 
 
 async def give_up(attempts: Iterable[Attempt], grace_s: float) -> None:
-    """End all that attempts have started. Code that goes on for `grace_s` is left to itself."""
-    attempts = list(attempts)
+    """End all that attempts have going. Code that goes on for `grace_s` is left to itself."""
+    attempts = [attempt for attempt in attempts if attempt.is_open]
     ending = [task for attempt in attempts for task in attempt.close()]
     try:
         if ending:
@@ -275,6 +280,8 @@ def _exited(error: SystemExit) -> RolloutError:
 
 
 def _finite(verdict: object) -> float:
+    if type(verdict) is float and math.isfinite(verdict):
+        return verdict
     if isinstance(verdict, bool) or not isinstance(verdict, Real) or not math.isfinite(verdict):
         raise JudgeError(f"the judge returned {verdict!r}; a finite number is needed")
     return float(verdict)

@@ -82,6 +82,7 @@ class GroupContext:
         "fresh",
         "gate",
         "group_uid",
+        "info",
         "lack_prompt",
         "params",
         "prompt",
@@ -107,6 +108,7 @@ class GroupContext:
     ) -> None:
         self.traces = traces
         self.engine = engine
+        self.info = engine.info
         self.tokenizer = tokenizer
         self.params = params
         self.prompt = prompt
@@ -332,7 +334,7 @@ class Conversation:
         """Why a turn on record ended: a record holds no reasons, but what it holds tells."""
         context = self._context
         stopped = tokens[-1] in (context.tokenizer.eos_token_id, *params.stop_token_ids)
-        room = context.engine.info.context_max - self._length
+        room = context.info.context_max - self._length
         full = len(tokens) >= params.max_new_tokens or room <= 0
         return FinishReason.LENGTH if full and not stopped else FinishReason.STOP
 
@@ -397,7 +399,7 @@ class Conversation:
                 f"the engine returned {k} tokens, {len(generation.logprobs)} log-probs and "
                 f"{len(generation.model_steps)} model steps"
             )
-        info = self._context.engine.info
+        info = self._context.info
         routed = generation.routed_experts
         if not info.routes or k == 0:
             if routed is not None:
@@ -455,7 +457,7 @@ class Conversation:
         context = self._context
         if self._parents or self.id not in context.lack_prompt:
             node = await self._insert((self.id,), self._segment(said, rows, before))
-        elif context.prompt_tokens is not None and np.array_equal(context.prompt_tokens, said):
+        elif context.prompt_tokens is not None and _same(context.prompt_tokens, said):
             node = 0  # a mate has stored it
         else:
             node = await self._store_prompt(said, rows, before)
@@ -475,7 +477,7 @@ class Conversation:
                 node = await self._insert([self.id, *mates], self._segment(said, rows, before))
                 context.prompt_tokens = said
                 return node
-        if np.array_equal(context.prompt_tokens, said):
+        if _same(context.prompt_tokens, said):
             return 0
         # This member was told something else than its mates: a prompt of its own.
         context.traces.truncate(self.id, keep=0)
@@ -568,6 +570,10 @@ class Conversation:
 
 def _joined(parts: Sequence[Tokens]) -> Tokens:
     return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else _NO_TOKENS
+
+
+def _same(one: Tokens, other: Tokens) -> bool:
+    return one is other or np.array_equal(one, other)
 
 
 def _fixed(token_ids: Sequence[int]) -> Tokens:

@@ -146,9 +146,11 @@ class PendingGroup:
         for rollout in await self._run_all(context):
             members[rollout.session_id] = rollout
         self.rollouts = tuple(members.values())
-        if self.group.status is Status.COMPLETED and self._is_useless():
+        group = self.group
+        if group.status is Status.COMPLETED and self._is_useless(group):
             self.rollouts = tuple(r.evolve(status=Status.FILTERED) for r in self.rollouts)
-        return self.group
+            group = self.group
+        return group
 
     async def _run_all(self, context: GroupContext) -> list[Rollout]:
         """Run the members that are not complete, all at once; -> what they came to."""
@@ -183,11 +185,11 @@ class PendingGroup:
             return rollout
         return rollout.evolve(attempt=rollout.attempt + 1, error_msg=None)
 
-    def _is_useless(self) -> bool:
-        rewards = {rollout.reward for rollout in self.rollouts}
-        if self._config.filter_equal_rewards and len(self.rollouts) > 1 and len(rewards) == 1:
+    def _is_useless(self, group: Group) -> bool:
+        rewards = {rollout.reward for rollout in group.rollouts}
+        if self._config.filter_equal_rewards and len(group.rollouts) > 1 and len(rewards) == 1:
             return True
-        return self._parts.valid is not None and not self._parts.valid(self.group)
+        return self._parts.valid is not None and not self._parts.valid(group)
 
 
 def session_id(run_name: str, group_uid: str, k: int, attempt: int) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,8 +67,7 @@ class SamplingParams:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True, eq=False):
     """One continuation of a context.
 
     token_ids int32 [P]: the whole context so far. `group_id`: requests of one group share a prefix

@@ -26,7 +26,7 @@ class Cancelled(enum.Enum):
     DROP = enum.auto()  # nobody waits for it any more
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A context, its continuation so far, and where it may end."""
 

@@ -6,12 +6,12 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.trainer.model.families import FAMILIES, MIXTURES, family, generate, prompts, request
 from trainer.engine.protocol import Engine, Generation, WeightsVersion

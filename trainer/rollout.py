@@ -291,24 +291,28 @@ class Segment(msgspec.Struct, frozen=True, eq=False):
             raise BadSegment(f"text is {self.text!r}; a str is needed")
         if not self.text.isascii():
             _check_utf8(self.text)
-        n = -1
-        columns = self.token_ids, self.labels, self.logprobs, self.model_steps
-        for (name, dtype), given in zip(_COLUMNS, columns, strict=True):
-            # The common case (an engine's own arrays) costs a few comparisons and no call.
-            if (
-                type(given) is not np.ndarray
-                or given.dtype is not dtype
-                or not given.flags.c_contiguous
-            ):
-                given = _converted(name, given, dtype)
-                force_setattr(self, name, given)
-            if n < 0:
-                n = given.size
+        given: tuple[Any, ...] = self.token_ids, self.labels, self.logprobs, self.model_steps
+        ids, labels, logp, steps = given
+        # The common case (an engine's own arrays) costs a few comparisons and no call.
+        if not (
+            type(ids) is type(labels) is type(logp) is type(steps) is np.ndarray
+            and ids.dtype is labels.dtype is steps.dtype is _INT32
+            and logp.dtype is _FLOAT32
+            and ids.shape == labels.shape == logp.shape == steps.shape
+            and ids.strides == labels.strides == logp.strides == steps.strides == _WITHOUT_GAPS
+        ):
+            self._convert_columns()
+        self._check_routing(self.token_ids.size)
+
+    def _convert_columns(self) -> None:
+        n = np.size(self.token_ids)
+        for name, dtype in _COLUMNS:
+            given = _converted(name, getattr(self, name), dtype)
             if given.shape != (n,):
                 raise BadSegment(
                     f"{name} has shape {given.shape}, but there are {n} token_ids: need ({n},)"
                 )
-        self._check_routing(n)
+            force_setattr(self, name, given)
 
     def _check_routing(self, n: int) -> None:
         routed = self.routed_experts
@@ -440,6 +444,7 @@ _UINT8 = np.dtype(np.uint8)
 _UINT16 = np.dtype(np.uint16)
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
+_WITHOUT_GAPS = (4,)
 _COLUMNS = (
     ("token_ids", _INT32),
     ("labels", _INT32),

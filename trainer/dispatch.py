@@ -28,6 +28,7 @@ from trainer.expiry import Expiry
 from trainer.prompts import PromptSampler, TaskMix
 from trainer.replay import ReplayBuffer
 from trainer.replay.away import name_some
+from trainer.replay.checks import check_step
 from trainer.rollout import Batch, Group, Status
 from trainer.staleness import StalenessBudget
 from trainer.work import DispatchConfig, Work
@@ -192,7 +193,7 @@ class Dispatcher:
         (sync first), and `EndOfData` when no task can fill it.
         """
         # Not the maximum: a step is taken again when its learner died after it had released (L07).
-        self.train_step = train_step
+        self.train_step = train_step = check_step(train_step)
         self._wake()
         while True:
             need = self._need(train_step)
@@ -240,9 +241,9 @@ class Dispatcher:
         Expires what is too old now.
         """
         if model_step is not None:
-            self.model_step = max(self.model_step, model_step)
+            self.model_step = max(self.model_step, check_step(model_step))
         if train_step is not None:
-            self.train_step = max(self.train_step, train_step)
+            self.train_step = max(self.train_step, check_step(train_step))
             await self.buffer.refresh(self.train_step)
         self._wake()
 

@@ -1,6 +1,5 @@
-"""Which prompts are handed out, to whom, and where a resumed run goes on (lifecycle L12, L25, L31).
+"""Which prompts are handed out, to whom, and where a resumed run goes on (lifecycle L12, L25).
 
-`TaskMix` splits a batch over tasks: deterministic in the train step, exact over time.
 `PromptSampler` hands out prompts and knows which are still under way and with whom, so that the
 prompts of a dead producer, and those that were under way when a run was killed, are handed out
 again and none is skipped or doubled.
@@ -13,10 +12,8 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from math import gcd, lcm
 from typing import Any, Protocol
 
 from trainer.errors import ConfigError
@@ -28,12 +25,8 @@ __all__ = [
     "PromptSampler",
     "PromptSource",
     "SequenceSource",
-    "TaskMix",
     "prompt_problem",
 ]
-
-#: Weights are brought to integers that sum to at most this; the length of the repeating pattern.
-PERIOD_MAX = 10_000
 
 #: Ids of sessions have 63 bytes, for `RUN-TASK-n-k-attempt`.
 TASK_BYTES_MAX = 63 - len("r--0-0-0")
@@ -112,48 +105,6 @@ def _dict_problem(value: Any, path: str) -> str | None:
     if isinstance(value, dict):
         return json_problem(value, path)
     return f"{path} is {value!r:.100} of type {type(value).__name__}; a dict is needed"
-
-
-class TaskMix:
-    """Splits batches over weighted tasks.
-
-    Each slot of the endless row of batch slots belongs to one task, in a pattern that repeats; a
-    task with share w has after n slots always between n*w - 1 and n*w + 1 of them, and exactly its
-    share after every period. (Earliest deadline first over the windows of each task's slots.)
-    """
-
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        if not weights:
-            raise ConfigError("no tasks were given; at least one is needed")
-        for task, weight in weights.items():
-            if not 0 < weight < float("inf"):
-                raise ConfigError(f"the weight of task {task!r} is {weight}; it must be above 0")
-        self.tasks = tuple(weights)
-        self.weights = dict(weights)
-        shares = _integer_shares(weights)
-        self._period = sum(shares.values())
-        self._prefix = _prefix_counts(shares, self._period)
-
-    def split(self, train_step: int, batch_groups: int) -> dict[str, int]:
-        """Groups of each task in the batch of `train_step` (1-based); sums to `batch_groups`."""
-        if train_step < 1 or batch_groups < 1:
-            raise ConfigError(f"train_step {train_step} and batch_groups {batch_groups}: from 1")
-        first = (train_step - 1) * batch_groups
-        counts = {
-            task: self._count(task, first + batch_groups) - self._count(task, first)
-            for task in self.tasks
-        }
-        return {task: count for task, count in counts.items() if count}
-
-    def without(self, tasks: Iterable[str]) -> TaskMix:
-        """The mix of the other tasks; `ConfigError` when none is left."""
-        gone = set(tasks)
-        return TaskMix({t: w for t, w in self.weights.items() if t not in gone}) if gone else self
-
-    def _count(self, task: str, slots: int) -> int:
-        periods, rest = divmod(slots, self._period)
-        prefix = self._prefix[task]
-        return periods * prefix[self._period] + prefix[rest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,33 +308,3 @@ def _shuffled(size: int, seed: str) -> tuple[int, ...]:
     order = list(range(size))
     random.Random(seed).shuffle(order)
     return tuple(order)
-
-
-def _integer_shares(weights: Mapping[str, float]) -> dict[str, int]:
-    """Whole numbers in the ratio of the weights: exact for small fractions, else to 1 in 10,000."""
-    parts = {task: Fraction(weight).limit_denominator(1000) for task, weight in weights.items()}
-    if min(parts.values()) > 0:
-        scale = lcm(*(part.denominator for part in parts.values()))
-        shares = {task: int(part * scale) for task, part in parts.items()}
-        divisor = gcd(*shares.values())
-        if sum(shares.values()) // divisor <= PERIOD_MAX:
-            return {task: share // divisor for task, share in shares.items()}
-    total = sum(weights.values())
-    shares = {task: max(1, round(PERIOD_MAX * w / total)) for task, w in weights.items()}
-    divisor = gcd(*shares.values())
-    return {task: share // divisor for task, share in shares.items()}
-
-
-def _prefix_counts(shares: Mapping[str, int], period: int) -> dict[str, list[int]]:
-    """For each task: how many of the first n slots are its own, n = 0 .. period."""
-    given = dict.fromkeys(shares, 0)
-    prefix = {task: [0] for task in shares}
-    for slot in range(period):
-        # Unit job j of a task with share a/D has the window [floor(jD/a), ceil((j+1)D/a)); such
-        # windows always fit together, and the earliest deadline first finds the fit.
-        released = [t for t in shares if given[t] * period // shares[t] <= slot]
-        chosen = min(released, key=lambda t: -(-(given[t] + 1) * period // shares[t]))
-        given[chosen] += 1
-        for task in shares:
-            prefix[task].append(given[task])
-    return prefix

@@ -14,9 +14,10 @@ from tests.trainer.lifecycle.kit import Questions
 from trainer.dispatch import Dispatcher
 from trainer.errors import BadGroup, ConfigError, EndOfData, PartFailed, StalenessError
 from trainer.expiry import Expiry, ExpiryAction
-from trainer.prompts import PromptSampler, TaskMix
+from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
 from trainer.rollout import Group, Prompt, Status
+from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
 from trainer.testing import store_group
 from trainer.trace import TraceStore
@@ -401,7 +402,7 @@ async def test_what_a_taker_lacks_is_produced_also_when_the_split_has_changed_si
 ) -> None:
     sources = {task: Questions(task) for task in ("math", "code")}
     dispatcher = _dispatcher(store, sources=sources, batch_groups=2)
-    monkeypatch.setattr(dispatcher, "_need", lambda step: {"code": 2})
+    monkeypatch.setattr(dispatcher._shares, "need", lambda step: {"code": 2})
     taking = asyncio.create_task(dispatcher.take(1, owner=L))
     await asyncio.sleep(0)
     for _ in range(3):

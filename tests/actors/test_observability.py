@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import actors
-from actors import rundir, top
+from actors import top
 from actors.rundir import live_runs, runs_root, status_socket, sweep
 from actors.status import read_status
 from shmstore.testing import unique_name
@@ -146,17 +146,6 @@ actors.run(main())
         status_socket(name)
     async with actors.Runtime():
         assert not (runs_root() / name).exists()
-
-
-def test_a_dead_runs_folder_with_something_foreign_in_it_stops_no_new_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rundir, "runs_root", lambda: tmp_path)
-    (tmp_path / "dead/somebodys").mkdir(parents=True)
-    (tmp_path / "dead/lock").touch()
-    made = rundir.RunDir("new")
-    made.remove()
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["dead"]
 
 
 async def test_the_folder_of_a_live_run_is_not_swept_and_is_made_again_if_removed() -> None:

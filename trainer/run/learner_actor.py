@@ -284,7 +284,7 @@ class LearnerActor:
         try:
             self._ready.save(place)
         except SafetensorError as error:  # how it reports a full disk
-            raise OSError(f"{place}: {error}") from error
+            raise OSError(str(error)) from error
         (place / "train_step").write_text(str(train_step), encoding="utf-8")
 
     def export(self, folder: str) -> None:
@@ -298,4 +298,4 @@ class LearnerActor:
         try:
             export_hf(self._ready.model, self._tokenizer, Path(folder))
         except SafetensorError as error:  # as in `save`
-            raise OSError(f"{folder}: {error}") from error
+            raise OSError(str(error)) from error

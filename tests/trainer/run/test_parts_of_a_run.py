@@ -20,13 +20,14 @@ from tests.trainer.run.runs import ROOT, TINY
 from trainer.checkpoint import read_checkpoint
 from trainer.config import load
 from trainer.errors import EngineError, SnapshotError, SnapshotVersion
-from trainer.fit import _Run, open_sources
+from trainer.fit import _Run
 from trainer.replay import REPLAY_OWNER
 from trainer.rollout import Group
 from trainer.run.display import QuietDisplay
 from trainer.run.driver import Driver
 from trainer.run.learner_actor import LEARNER_OWNER, LearnerReady
 from trainer.run.learner_link import LearnerLink, StateLost
+from trainer.run.opening import open_sources
 from trainer.run.producer_link import ProducerLink
 from trainer.run.summary import Summary
 from trainer.testing import store_group
@@ -145,7 +146,7 @@ async def test_a_producer_that_cannot_be_prepared_ends_the_learners_start() -> N
     assert ended.is_set()
 
 
-GOOD = {"format": 1, "train_step": 7, "totals": Summary("r").totals()}
+GOOD = {"format": 2, "train_step": 7, "totals": Summary("r").totals()}
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import trainer.cli
 import trainer.run.eval_run
 from actors.rundir import check_name
 from trainer.config import load
-from trainer.fit import _last_words
 from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, describe, read_metrics
 from trainer.run.display import PlainDisplay, make_display
+from trainer.run.ending import last_words as said_last
 from trainer.run.folder import BadRunFolder, RunFolder, default_run_name, write_atomically
 from trainer.run.plot import plot_rewards, smoothed
 from trainer.run.summary import Summary
@@ -230,7 +230,7 @@ def last_words(first_step: int = 1, **known: object) -> list[str]:
         setattr(summary, name, value)
     summary.settle()
     summary.wall_s = 3.0
-    return list(_last_words(summary, RunFolder(Path("runs/r")), first_step))
+    return list(said_last(summary, RunFolder(Path("runs/r")), first_step))
 
 
 def test_the_last_words_compare_only_what_was_measured_twice_and_end_with_the_books() -> None:

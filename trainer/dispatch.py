@@ -24,6 +24,7 @@ from trainer.errors import BadGroup, EndOfData, PartFailed, StalenessError
 from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
 from trainer.replay.away import name_some
+from trainer.replay.checks import check_step
 from trainer.rollout import Batch, Group, Status
 from trainer.shares import TaskMix, TaskShares
 from trainer.work import DispatchConfig, Work
@@ -172,7 +173,7 @@ class Dispatcher:
         (sync first), and `EndOfData` when no task can fill it.
         """
         # Not the maximum: a step is taken again when its learner died after it had released (L07).
-        self.train_step = train_step
+        self.train_step = train_step = check_step(train_step)
         self._wake()
         while True:
             need = self._shares.need(train_step)
@@ -217,9 +218,9 @@ class Dispatcher:
         Expires what is too old now.
         """
         if model_step is not None:
-            self.model_step = max(self.model_step, model_step)
+            self.model_step = max(self.model_step, check_step(model_step))
         if train_step is not None:
-            self.train_step = max(self.train_step, train_step)
+            self.train_step = max(self.train_step, check_step(train_step))
             await self.buffer.refresh(self.train_step)
         self._wake()
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.errors import ConfigError
-from trainer.json_values import json_problem
+from trainer.json_values import json_problem, text_problem
 from trainer.rollout import Prompt
 
 __all__ = [
@@ -27,6 +27,9 @@ __all__ = [
     "SequenceSource",
     "prompt_problem",
 ]
+
+#: Ids of sessions have 63 bytes, for `RUN-TASK-n-k-attempt`.
+TASK_BYTES_MAX = 63 - len("r--0-0-0")
 
 
 class PromptSource(Protocol):
@@ -59,12 +62,49 @@ class SequenceSource:
 
 
 def prompt_problem(prompt: Prompt) -> str | None:
-    """What of a prompt would not come back from a snapshot, with its path; None when all would."""
+    """What of a prompt would not come back from a message or a snapshot as it is, with its path;
+    None when all would.
+    """
+    if type(prompt) is not Prompt:
+        return f"{prompt!r:.100} is a {type(prompt).__name__}; a Prompt itself is needed"
     return (
-        json_problem(prompt.answer, "prompt.answer")
-        or json_problem(prompt.metadata, "prompt.metadata")
-        or json_problem(prompt.messages, "prompt.messages")
+        text_problem(prompt.uid, "prompt.uid")
+        or text_problem(prompt.task, "prompt.task")
+        or (text_problem(prompt.text, "prompt.text") if prompt.text is not None else None)
+        or (_token_ids_problem(prompt.token_ids) if prompt.token_ids is not None else None)
+        or (_messages_problem(prompt.messages) if prompt.messages is not None else None)
+        or json_problem(prompt.answer, "prompt.answer")
+        or _dict_problem(prompt.metadata, "prompt.metadata")
     )
+
+
+def _token_ids_problem(token_ids: Any) -> str | None:
+    if type(token_ids) not in (tuple, list):
+        kind = type(token_ids).__name__
+        return f"prompt.token_ids is a {kind}; a tuple of whole numbers is needed (`tolist`)"
+    if not token_ids or (
+        set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < 1 << 31
+    ):
+        return None
+    fits = (type(token) is int and 0 <= token < 1 << 31 for token in token_ids)
+    place = next(i for i, fit in enumerate(fits) if not fit)
+    return (
+        f"prompt.token_ids[{place}] is {token_ids[place]!r:.100} of type "
+        f"{type(token_ids[place]).__name__}; an int of 0 to {(1 << 31) - 1} is needed"
+    )
+
+
+def _messages_problem(messages: Any) -> str | None:
+    if type(messages) not in (tuple, list):
+        return f"prompt.messages is a {type(messages).__name__}; a tuple of dicts is needed"
+    found = (_dict_problem(m, f"prompt.messages[{i}]") for i, m in enumerate(messages))
+    return next((problem for problem in found if problem is not None), None)
+
+
+def _dict_problem(value: Any, path: str) -> str | None:
+    if isinstance(value, dict):
+        return json_problem(value, path)
+    return f"{path} is {value!r:.100} of type {type(value).__name__}; a dict is needed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +136,19 @@ class PromptSampler:
         if not sources:
             raise ConfigError("no prompt sources were given; at least one is needed")
         for task, source in sources.items():
+            problem = text_problem(task, "the name of a task")
+            if problem is not None:
+                raise ConfigError(problem)
+            if not 0 < len(task.encode()) <= TASK_BYTES_MAX:
+                raise ConfigError(
+                    f"task {task!r}: names of tasks have 1 to {TASK_BYTES_MAX} bytes; a longer one "
+                    "leaves no room in the ids of its sessions"
+                )
             if source.size == 0:
                 raise ConfigError(f"the prompt source of task {task!r} is empty")
+        problem = json_problem(seed, "seed")
+        if problem is not None:
+            raise ConfigError(problem)
         self._sources = dict(sources)
         self._seed = seed
         self._epochs = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)

@@ -32,7 +32,7 @@ from trainer.expiry import Expiry, ExpiryAction
 from trainer.replay import contents
 from trainer.replay.accounts import Accounts
 from trainer.replay.away import Away, name_some
-from trainer.replay.checks import check_max_bytes, check_need, checked_group
+from trainer.replay.checks import check_max_bytes, check_need, check_step, checked_group
 from trainer.replay.index import Entry, Order, ReplayIndex
 from trainer.replay.waiting import Waiting
 from trainer.rollout import Batch, Group, Status
@@ -115,7 +115,7 @@ class ReplayBuffer:
         group = checked_group(group, task)
         self._refuse_known(group.uid)
         if train_step is not None:
-            self.train_step = max(self.train_step, train_step)
+            self.train_step = max(self.train_step, check_step(train_step))
         group = contents.described(self._traces, self._store.sessions, group)
         status = group.status
         if status not in _FILED:
@@ -180,7 +180,7 @@ class ReplayBuffer:
         first. Raises `TakeTimeout` after `timeout` seconds, `EndOfData` when a task has ended,
         `PartFailed` when a part died.
         """
-        need = check_need(need)
+        need, train_step = check_need(need), check_step(train_step)
         self.settle(owner)
         await self.refresh(train_step)
         try:
@@ -234,6 +234,7 @@ class ReplayBuffer:
 
     async def refresh(self, train_step: int) -> Refreshed:
         """Expire what is too old at `train_step` (L16); costs what it expires."""
+        train_step = check_step(train_step)
         self.reclaim()
         self.train_step = max(self.train_step, train_step)
         return self._expire(train_step)

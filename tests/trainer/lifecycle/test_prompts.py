@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.trainer.lifecycle.kit import Questions
 from trainer.errors import ConfigError
+from trainer.pending import session_id
 from trainer.prompts import DrawnPrompt, PromptSampler
 
 
@@ -108,3 +109,21 @@ def test_L25_another_seed_or_a_missing_task_is_refused_on_resume() -> None:
         PromptSampler({"math": Questions(size=3)}, seed=2).load_json(saved)
     with pytest.raises(ConfigError, match=r"tasks \['math'\]"):
         PromptSampler({"code": Questions("code", size=3)}, seed=1).load_json(saved)
+
+
+@pytest.mark.parametrize(
+    ("task", "seed", "said"),
+    [
+        (5, 0, "the name of a task is 5 of type int; text is needed"),
+        ("\ud800", 0, "the name of a task is text that is no UTF-8"),
+        ("", 0, "names of tasks have 1 to 55 bytes"),
+        ("t" * 56, 0, "names of tasks have 1 to 55 bytes"),
+        ("math", {1}, "seed is a set"),
+    ],
+)
+def test_what_a_ticket_or_a_snapshot_could_not_carry_is_refused_at_once(
+    task: str, seed: int, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        PromptSampler({task: Questions()}, seed=seed)
+    assert session_id("r", f"{'t' * 55}-0", 0, 0), "the longest name has room"

@@ -219,10 +219,13 @@ class _Run:
         return True
 
     def _what_is_built(self) -> str:
-        if self.checkpoint is not None:
-            return f"building the model of step {self.checkpoint.train_step}"
-        warm = "; its warm-up is taken from the cache if it is there" if self.config.warmup else ""
-        return f"building the model{warm}"
+        warm = "its warm-up is taken from the cache if it is there" if self.config.warmup else ""
+        if self.checkpoint is None:
+            return f"building the model; {warm}" if warm else "building the model"
+        text = f"building the model of step {self.checkpoint.train_step}"
+        if warm and self.config.learner.kl_coef > 0:
+            text += f", and that of step 0 as its reference; {warm}"
+        return text
 
     async def _start(self, parts: Parts) -> LearnerReady:
         """Both processes build their models at once."""

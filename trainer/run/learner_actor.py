@@ -132,13 +132,16 @@ class LearnerActor:
         self._states = LearnerStates(store)
         config = self._config
         model, self._tokenizer = build_model(config.model, device, torch.float32)
-        # Before the learner exists: its frozen reference is the warmed-up model, also on resume.
-        warmed = self._warm_up(model, board)
+        kept = self._states.find() if config.checkpoint.recovery == "arena" else None
+        warmed: dict[str, float] = {}
+        if (kept is None and checkpoint is None) or config.learner.kl_coef > 0:
+            # Before the learner exists: its frozen reference is the warmed-up model, also when
+            # its own weights come from elsewhere.
+            warmed = self._warm_up(model, board)
         exact = config.learner.deterministic or config.run.deterministic
         self._learner = Learner(model, dataclasses.replace(config.learner, deterministic=exact))
         keep_for_good()
         parameters = sum(p.numel() for p in model.parameters())
-        kept = self._states.find() if config.checkpoint.recovery == "arena" else None
         if kept is not None:
             self._learner.load_state_arrays(kept.arrays)
             return LearnerReady(kept.train_step, parameters, warmed, "arena")

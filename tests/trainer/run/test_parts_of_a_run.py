@@ -173,7 +173,7 @@ def test_a_whole_checkpoint_is_read_and_one_of_another_version_is_named(tmp_path
     (tmp_path / "driver.json").write_text(json.dumps(GOOD))
     assert read_checkpoint(tmp_path).train_step == 7
     (tmp_path / "driver.json").write_text(json.dumps({**GOOD, "format": 9}))
-    with pytest.raises(SnapshotVersion, match="format 9; this version reads 1"):
+    with pytest.raises(SnapshotVersion, match="format 9; this version reads 2"):
         read_checkpoint(tmp_path)
 
 

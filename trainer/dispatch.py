@@ -116,6 +116,10 @@ class Dispatcher:
             raise BadGroup(f"group {group.uid!r} is not in production with {owner!r}")
         if group.prompt is None:
             group = group.evolve(prompt=work.prompt)
+        if group.task != work.task:
+            raise BadGroup(
+                f"group {group.uid!r} is of task {group.task!r}, but was drawn of {work.task!r}"
+            )
         group = self._fail_stragglers(group)
         status = await self.buffer.put(group, owner=owner, timeout=timeout)
         self._leave_production(group.uid)

@@ -104,6 +104,7 @@ class _Producer:
 async def test_a_producer_whose_engine_died_while_it_was_started_is_started_once_more() -> None:
     handle = _Producer()
     link = ProducerLink(cast(Any, handle), {}, "producer-0", lambda text: None)
+    link._weights = cast(Any, object())
     await link._start_again()
     assert (handle.starts, link._incarnation) == (2, 2)
 

@@ -186,6 +186,13 @@ def test_a_display_that_nobody_can_see_any_more_is_silent() -> None:
     display.close()
 
 
+def test_doctor_says_what_its_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        trainer.cli.main(["doctor", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "0 nothing is left behind and every arena is sound; 1 something was found" in told
+
+
 def test_the_plot_is_a_picture(folder: RunFolder) -> None:
     writer = MetricsWriter(folder.metrics_file, None)
     for step in range(1, 30):

@@ -20,6 +20,7 @@ from trainer.config import load
 from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, describe, read_metrics
 from trainer.run.display import LiveDisplay, PlainDisplay, make_display
+from trainer.run.ending import failed
 from trainer.run.ending import last_words as said_last
 from trainer.run.folder import BadRunFolder, RunFolder, default_run_name, write_atomically
 from trainer.run.plot import plot_rewards, smoothed
@@ -184,6 +185,17 @@ def test_a_display_that_nobody_can_see_any_more_is_silent() -> None:
     display.note("hello")
     display.step({"train_step": 1.0})
     display.close()
+
+
+def test_a_run_that_a_full_disk_ended_says_where_and_what_to_do(folder: RunFolder) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", str(folder.metrics_file))
+    first, second = failed(folder, error).splitlines()
+    assert first.endswith(f"No space left on device: '{folder.metrics_file}'")
+    assert second == (
+        "  what to do: make room there; there is no checkpoint, so "
+        f"`shmrl resume {folder.path}` begins again"
+    )
+    assert failed(folder, ValueError("x")) == "ValueError: x"
 
 
 def test_doctor_says_what_its_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:

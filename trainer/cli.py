@@ -125,8 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shmrl",
         description="Asynchronous reinforcement learning of mixture-of-experts language models.",
-        epilog="Exit status: 0 done; 1 failed, or doctor found something; 2 usage or configuration; "
-        "3 something was left in the arena; 130 interrupted. Begin with: shmrl train CONFIG.",
+        epilog="Exit status: 0 done; 1 failed, or doctor found something; 2 usage or configuration;"
+        " 3 something was left in the arena; 130 interrupted. Begin with: shmrl train CONFIG.",
     )
     parser.add_argument("--version", action="version", version=f"shmrl {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -69,15 +69,14 @@ def _show(name: str, interval_s: float, *, once: bool) -> int:
         console.print(picture)
         return 0
     pause = threading.Event()  # never set: Ctrl-C ends the wait
-    with Live(picture, console=console) as live:
-        try:
+    try:
+        with Live(picture, console=console) as live:
             while not pause.wait(interval_s):
                 live.update(make_picture(read_status(name), console.width))
-        except KeyboardInterrupt:
-            return 0
-        except RuntimeClosed as error:
-            live.console.print(f"{error}")
-            return 0
+    except KeyboardInterrupt:
+        pass
+    except RuntimeClosed as error:  # nothing wrong: it was looked at until its end
+        console.print(str(error))
     return 0
 
 
@@ -137,10 +136,10 @@ def _arena_lines(snapshot: dict[str, Any]) -> list[str]:
     owners = store["by_owner"].items()
     longest = max((len(owner) for owner, _ in owners), default=0)
     return [
-        f"arena {_mib(store['used'])} of {_mib(store['capacity'])}, {store['objects']} objects, "
-        f"{store['sessions']} sessions",
+        f"arena {_mib(store['used'])} of {_mib(store['capacity'])}, objects {store['objects']}, "
+        f"sessions {store['sessions']}",
         *(
-            f"  {owner:<{longest}}  {_mib(usage[2])}, {usage[1]} objects, {usage[0]} sessions"
+            f"  {owner:<{longest}}  {_mib(usage[2])}, objects {usage[1]}, sessions {usage[0]}"
             for owner, usage in owners
         ),
     ]

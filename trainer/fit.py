@@ -124,7 +124,7 @@ class _Run:
             first = _first(error)
             if not isinstance(first, _EXPECTED):
                 raise
-            summary.error = f"{type(first).__name__}: {first}"
+            summary.error = ending.failed(self.folder, first)
         summary.restarts = dict(self._deaths)
         summary.settle()
         summary.exit = ending.exit_status(summary)

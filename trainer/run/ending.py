@@ -6,6 +6,7 @@ driver when the processes of the run have ended, or are about to.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from trainer.run.summary import (
     Summary,
 )
 
-__all__ = ["ended_at_once", "exit_status", "last_words", "leave_pictures", "not_kept"]
+__all__ = ["ended_at_once", "exit_status", "failed", "last_words", "leave_pictures", "not_kept"]
 
 
 def exit_status(summary: Summary) -> int:
@@ -30,6 +31,14 @@ def exit_status(summary: Summary) -> int:
     if summary.interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if summary.error else EXIT_OK
+
+
+def failed(folder: RunFolder, error: BaseException) -> str:
+    """The error of a run that `error` ended; of a full disk with what to do."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += f"\n  what to do: make room there; {_going_on(folder)}"
+    return text
 
 
 def ended_at_once(folder: RunFolder) -> str:

@@ -43,6 +43,7 @@ def check_doctor_finds(name: str) -> None:
         check=False,
     )
     assert name in done.stdout
+    assert done.returncode == 1  # as of `diff`: something was found, and is still there
 
 
 KILLED_AT = {

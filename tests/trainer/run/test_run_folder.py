@@ -20,6 +20,7 @@ from trainer.config import load
 from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, describe, read_metrics
 from trainer.run.display import LiveDisplay, PlainDisplay, make_display
+from trainer.run.ending import failed
 from trainer.run.ending import last_words as said_last
 from trainer.run.folder import BadRunFolder, RunFolder, default_run_name, write_atomically
 from trainer.run.plot import plot_rewards, smoothed
@@ -184,6 +185,32 @@ def test_a_display_that_nobody_can_see_any_more_is_silent() -> None:
     display.note("hello")
     display.step({"train_step": 1.0})
     display.close()
+
+
+def test_a_run_that_a_full_disk_ended_says_where_and_what_to_do(folder: RunFolder) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", str(folder.metrics_file))
+    first, second = failed(folder, error).splitlines()
+    assert first.endswith(f"No space left on device: '{folder.metrics_file}'")
+    assert second == (
+        "  what to do: make room there; there is no checkpoint, so "
+        f"`shmrl resume {folder.path}` begins again"
+    )
+    assert failed(folder, ValueError("x")) == "ValueError: x"
+
+
+def test_the_command_alone_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trainer.cli.main([]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "train from a configuration file" in told.err
+    assert "Exit status: 0 done; 1 failed" in told.err
+
+
+def test_doctor_says_what_its_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        trainer.cli.main(["doctor", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "0 nothing is left behind and every arena is sound; 1 something was found" in told
 
 
 def test_the_plot_is_a_picture(folder: RunFolder) -> None:

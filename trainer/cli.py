@@ -3,8 +3,9 @@
 Owns nothing but that; the only file that may read environment variables. Heavy imports happen
 inside the command that needs them, so that `shmrl store ls` answers at once.
 
-Exit statuses: 0 done; 1 the run or command failed; 2 usage or configuration; 3 something of the
-run was left in the arena (its owners are printed); 130 interrupted (Ctrl-C).
+Exit statuses: 0 done; 1 the run or command failed, or what looks for faults (`doctor`, `store
+check`) has found one, as `diff` and `grep` say it; 2 usage or configuration; 3 something of the run
+was left in the arena (its owners are printed); 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in _PASSED_ON:
         return _guarded(lambda: _PASS[given[0]](given[1:]))
-    options = _parser().parse_args(given)
+    parser = _parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    options = parser.parse_args(given)
     command: Callable[[argparse.Namespace], int] = options.command
     return _guarded(lambda: command(options))
 
@@ -120,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shmrl",
         description="Asynchronous reinforcement learning of mixture-of-experts language models.",
+        epilog="Exit status: 0 done; 1 failed, or doctor found something; 2 usage or configuration;"
+        " 3 something was left in the arena; 130 interrupted. Begin with: shmrl train CONFIG.",
     )
     parser.add_argument("--version", action="version", version=f"shmrl {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -158,7 +165,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(command=_eval)
 
     doctor = commands.add_parser(
-        "doctor", help="find what dead runs left behind; check this machine"
+        "doctor",
+        help="find what dead runs left behind; check this machine",
+        epilog="Exit status: 0 nothing is left behind and every arena is sound; 1 something was "
+        "found, and is still there (debris without --clean, an arena that is unsound).",
     )
     doctor.add_argument("--clean", action="store_true", help="remove arenas without a live process")
     doctor.add_argument("--json", action="store_true")

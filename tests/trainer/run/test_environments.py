@@ -16,8 +16,9 @@ from trainer.environment import Turn
 from trainer.environments import BadPrompts, ByTask, ToolLoop, build_environment, build_source
 from trainer.environments.tools import calls_in
 from trainer.errors import JudgeError, ToolError
+from trainer.prompts import prompt_problem
 from trainer.rollout import FinishReason, Prompt
-from trainer.user_code.targets import TargetError
+from trainer.user_code.targets import TargetError, resolve
 
 TOOLS = """
 import time
@@ -139,6 +140,43 @@ def test_a_users_class_without_run_is_refused_by_name(tmp_path: Path) -> None:
         build_environment(EnvironmentConfig(kind="class", target=f"{file}:Missing"))
 
 
+LAZY = """
+import sys
+
+def __getattr__(name):
+    if name == "Made":
+        return type("Made", (), {"run": run})
+    if name == "exits":
+        sys.exit("not today")
+    raise AttributeError(name)
+
+async def run(self, session, prompt): ...
+
+class Base:
+    @staticmethod
+    def judge(prompt, text): return 1.0
+
+class Heir(Base): pass
+"""
+
+
+def test_a_target_may_be_made_by_its_module_or_inherited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lazy_targets.py"
+    file.write_text(LAZY)
+    build_environment(EnvironmentConfig(kind="class", target=f"{file}:Made"))
+    assert resolve(f"{file}:Heir.judge")("p", "t") == 1.0
+    for name, said in (("Mad", "has no `Mad`"), ("exits", "SystemExit: not today")):
+        with pytest.raises(TargetError, match=said):
+            resolve(f"{file}:{name}")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "exits_at_once.py").write_text("raise SystemExit(3)")
+    for target in (f"{tmp_path}/exits_at_once.py:judge", "exits_at_once:judge"):
+        with pytest.raises(TargetError, match="cannot be imported: SystemExit: 3"):
+            resolve(target)
+
+
 async def test_each_prompt_meets_the_judge_of_its_task() -> None:
     from trainer.config import JudgeConfig
 
@@ -227,6 +265,24 @@ def test_jsonl_prompts_are_split_whole_and_keep_their_other_fields(tmp_path: Pat
     assert len({p.uid for p in prompts}) == 40
 
 
+def test_line_separators_inside_of_jsonl_end_no_line(tmp_path: Path) -> None:
+    text = json.dumps({"prompt": "one\u2028two\x85three", "answer": 1}, ensure_ascii=False)
+    task = write(tmp_path, f"{text}\r\n{text}\n")
+    source = build_source(task, seed=0, held_out=False)
+    assert (source.size, source.prompt(0).text) == (2, "one\u2028two\x85three")
+
+
+def test_what_of_a_data_set_json_could_not_keep_becomes_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = build_source(gym(render="text"), seed=3, held_out=False)
+    item = {"question": "q", "answer": "a", "metadata": {"n": 1 << 70, "x": float("nan"), "m": 7}}
+    monkeypatch.setattr(source, "_dataset", {0: item})
+    prompt = source.prompt(0)
+    assert prompt.metadata == {"n": str(1 << 70), "x": "NaN", "m": 7}
+    assert prompt_problem(prompt) is None
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -235,6 +291,12 @@ def test_jsonl_prompts_are_split_whole_and_keep_their_other_fields(tmp_path: Pat
         ('{"prompt": "q", "answer": 1}\n{oops\n', "line 2: is not JSON"),
         ('{"prompt": 3, "answer": 1}\n', "line 1: prompt must be text"),
         ("[1]\n", "line 1: needs"),
+        ('{"prompt": "q\\ud800", "answer": 1}\n', r"line 1: \['prompt'\] is text that is no UTF-8"),
+        ('{"prompt": "q", "answer": NaN}\n', r"line 1: \['answer'\] is nan"),
+        ('{"prompt": "q", "answer": 1, "\\ud800": 2}\n', "line 1: has the key .* no UTF-8"),
+        (f'{{"prompt": "q", "answer": {1 << 64}}}\n', r"line 1: \['answer'\] is a whole number"),
+        ('{"prompt": "q", "answer": ' + "[" * 99 + "]" * 99 + "}", "nested deeper than 64"),
+        ("[" * 9999, "line 1: is not JSON: maximum recursion depth"),
     ],
 )
 def test_bad_jsonl_names_its_line(tmp_path: Path, text: str, words: str) -> None:

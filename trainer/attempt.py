@@ -17,9 +17,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainer.conversation import Conversation, GroupContext
+from trainer.conversation import Conversation
 from trainer.environment import RolloutAborted
 from trainer.errors import JudgeError, RolloutError, TrainerError
+from trainer.group_context import GroupContext
 from trainer.rollout import Rollout, Status
 
 if TYPE_CHECKING:

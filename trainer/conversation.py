@@ -22,117 +22,33 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shmstore import StoreFull
-from trainer.engine.protocol import Engine, GenerateRequest, Generation, SamplingParams, Tokenizer
+from trainer.engine.protocol import GenerateRequest, Generation, SamplingParams
 from trainer.environment import RolloutAborted, Turn
 from trainer.errors import EngineError, TraceError
+from trainer.group_context import Content, GroupContext, Tokens, joined, same
 from trainer.record import Record, Recorded
 from trainer.rollout import (
     IGNORE_LABEL,
     NO_MODEL_STEP,
     FinishReason,
-    Message,
     Prompt,
     Rollout,
     Segment,
     Status,
     narrowest_unsigned,
 )
-from trainer.trace import TraceStore
 
-__all__ = ["Content", "Conversation", "Gate", "GroupContext"]
-
-#: What can be said to the policy.
-Content = str | Sequence[int] | Sequence[Message]
+__all__ = ["Conversation"]
 
 Routing = NDArray[Any]
-Tokens = NDArray[np.int32]
 
 _NOTHING = Record([], ())
-
-
-@dataclass(slots=True)
-class Gate:
-    """Shared by the conversations of one producer: whether new requests may start, and which
-    run.
-    """
-
-    stopping: bool = False
-    running: dict[str, Conversation] = field(default_factory=dict)
-
-
-class GroupContext:
-    """What the conversations of one group have in common.
-
-    Their first segment is stored once, by the member that knows its routing first, and what they
-    all say is encoded once. `lack_prompt`: the sessions that lack that segment and will get it;
-    `fresh`: no member has a record of an earlier attempt.
-    """
-
-    __slots__ = (
-        "_encoded",
-        "arena_wait_s",
-        "engine",
-        "fresh",
-        "gate",
-        "group_uid",
-        "info",
-        "lack_prompt",
-        "params",
-        "prompt",
-        "prompt_tokens",
-        "storing",
-        "tokenizer",
-        "traces",
-    )
-
-    def __init__(
-        self,
-        *,
-        traces: TraceStore,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        prompt: Prompt,
-        group_uid: str,
-        gate: Gate,
-        arena_wait_s: float,
-        lack_prompt: Sequence[str],
-        fresh: bool,
-    ) -> None:
-        self.traces = traces
-        self.engine = engine
-        self.info = engine.info
-        self.tokenizer = tokenizer
-        self.params = params
-        self.prompt = prompt
-        self.group_uid = group_uid
-        self.gate = gate
-        self.arena_wait_s = arena_wait_s
-        self.lack_prompt = tuple(lack_prompt)
-        self.fresh = fresh
-        self.prompt_tokens: Tokens | None = None  # once the segment is stored
-        self.storing = asyncio.Lock()
-        self._encoded: tuple[str, Tokens] | None = None
-
-    def encode(self, content: Content) -> Tokens:
-        """The content as tokens; text that was encoded last is not encoded again."""
-        if not isinstance(content, str):
-            return _fixed(self._encode(content))
-        if self._encoded is None or self._encoded[0] != content:
-            self._encoded = content, _fixed(self.tokenizer.encode(content))
-        return self._encoded[1]
-
-    def _encode(self, content: Sequence[int] | Sequence[Message]) -> Sequence[int]:
-        if not content or isinstance(content[0], (int, np.integer)):
-            return content  # type: ignore[return-value]
-        return self.tokenizer.apply_chat_template(content)  # type: ignore[arg-type]
 
 
 class Conversation:
@@ -323,7 +239,7 @@ class Conversation:
         record = self._record
         if not self._pending and record.samples_after(self._node):
             return
-        said = record.take_said(self._node, _joined(self._pending))
+        said = record.take_said(self._node, joined(self._pending))
         if said is None:
             self._leave_record()
             return
@@ -374,7 +290,7 @@ class Conversation:
         if gate.stopping or self._stopping:
             self.aborted = True
             raise RolloutAborted
-        tokens = _joined(self._path_tokens + self._pending)
+        tokens = joined(self._path_tokens + self._pending)
         if not len(tokens):
             raise EngineError("generate without any content: there is no token to continue from")
         self._n_requests += 1
@@ -423,14 +339,14 @@ class Conversation:
         -> the sampled ones.
         """
         if not len(generation.token_ids):  # aborted before the first: what is pending is said again
-            return _NO_TOKENS
+            return joined(())
         routed = generation.routed_experts
         before = None
         if routed is not None:
             n_before = self._length - self._n_routed
             before, routed = (routed[:n_before] if n_before else None), routed[n_before:]
         if self._pending:
-            said = _joined(self._pending)
+            said = joined(self._pending)
             rows = None if routed is None else routed[: len(said)]
             await self._store_said(said, rows, before)
             before = None
@@ -457,7 +373,7 @@ class Conversation:
         context = self._context
         if self._parents or self.id not in context.lack_prompt:
             node = await self._insert((self.id,), self._segment(said, rows, before))
-        elif context.prompt_tokens is not None and _same(context.prompt_tokens, said):
+        elif context.prompt_tokens is not None and same(context.prompt_tokens, said):
             node = 0  # a mate has stored it
         else:
             node = await self._store_prompt(said, rows, before)
@@ -477,7 +393,7 @@ class Conversation:
                 node = await self._insert([self.id, *mates], self._segment(said, rows, before))
                 context.prompt_tokens = said
                 return node
-        if _same(context.prompt_tokens, said):
+        if same(context.prompt_tokens, said):
             return 0
         # This member was told something else than its mates: a prompt of its own.
         context.traces.truncate(self.id, keep=0)
@@ -566,21 +482,3 @@ class Conversation:
         turn = self._turns[self._node] = Turn(text, tokens.copy(), reason, self._node)
         self._sampled_text.append(text)
         return turn
-
-
-def _joined(parts: Sequence[Tokens]) -> Tokens:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else _NO_TOKENS
-
-
-def _same(one: Tokens, other: Tokens) -> bool:
-    return one is other or np.array_equal(one, other)
-
-
-def _fixed(token_ids: Sequence[int]) -> Tokens:
-    """As an array that several conversations and the engine may share."""
-    array = np.array(token_ids, np.int32)
-    array.flags.writeable = False
-    return array
-
-
-_NO_TOKENS = _fixed(())

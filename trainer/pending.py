@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.attempt import Attempt, give_up
-from trainer.conversation import Gate, GroupContext
 from trainer.engine.protocol import Engine, SamplingParams, Tokenizer
 from trainer.environment import Environment, Judge
 from trainer.errors import ConfigError
+from trainer.group_context import Gate, GroupContext
 from trainer.rollout import Group, Rollout, Status
 from trainer.trace import TraceStore
 from trainer.work import Work

@@ -1,9 +1,9 @@
 """One rollout of a group under way: its conversation, then its verdict.
 
-Owns the task in which user code runs for it, and its time limits. Every way in which that code can
-go wrong ends in the status and `error_msg` of the rollout (lifecycle L13). Making one begins it;
-whenever `ended` is told, `advance`, until that returns the rollout. Belongs to the task of its
-group.
+Owns the task in which user code runs for it, or what it asked of the engine, and its time limits.
+Every way in which that can go wrong ends in the status and `error_msg` of the rollout (lifecycle
+L13). Making one begins it; whenever `ended` is told, `advance`, until that returns the rollout.
+Belongs to the task of its group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trainer.conversation import Conversation
 from trainer.environment import RolloutAborted
 from trainer.errors import JudgeError, RolloutError, TrainerError
-from trainer.group_context import GroupContext
+from trainer.group_context import Content, GroupContext
 from trainer.rollout import Rollout, Status
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _NOT_BEGUN = inspect.CORO_CREATED
 _log = logging.getLogger("trainer")
 
 #: User code that did not end when it was cancelled; a loop holds its tasks only weakly.
-_abandoned: set[asyncio.Task[Any]] = set()
+_abandoned: set[asyncio.Future[Any]] = set()
 #: The innermost frames of a traceback that an `error_msg` keeps.
 _FRAMES_MAX = 8
 
@@ -46,6 +46,7 @@ class Attempt:
     """
 
     __slots__ = (
+        "_asks_once",
         "_config",
         "_context",
         "_ended",
@@ -85,32 +86,57 @@ class Attempt:
         self._verdict: Awaitable[float] | None = None  # what the judge is asked to come to
         #: Whether `give_up` has something to end.
         self.is_open = True
-        conversation = self.conversation = Conversation(context, rollout)
-        self._run(lambda: parts.environment.run(conversation, context.prompt))
+        self.conversation = Conversation(context, rollout)
+        self._task: asyncio.Future[Any]
+        self._asks_once = context.opening is not None
+        if context.opening is not None:
+            self._ask_once(context.opening)
+        else:
+            self._run(self._talk)
         soft_s = config.rollout_timeout_s
         if soft_s is not None:
             self._call_later(soft_s, self._stop_softly)
             self._call_later(soft_s + config.grace_s, self._expire)
 
     def advance(self) -> Rollout | None:
-        """What its user code has come to; -> the rollout, or None while the judge is at work."""
-        if self._timers:
-            self._end_timers()
+        """What it has come to; -> the rollout, or None while it goes on."""
         if self._verdict is not None:
+            self._end_timers()
             return self._judged(self._verdict)
+        talked = self._talked()
+        if talked is None:
+            return None
+        self._end_timers()
         self.conversation.close()
         self._talked_s = self._loop.time() - self._started
-        status, error = self._talked()
+        status, error = talked
         return self._ask() if status is Status.COMPLETED else self._done(status, error=error)
 
     # -- the environment -------------------------------------------------------------------------
 
-    def _talked(self) -> tuple[Status, str | None]:
-        """How the environment has ended: status and error text."""
+    def _talk(self) -> Awaitable[None]:
+        return self._parts.environment.run(self.conversation, self._context.prompt)
+
+    def _ask_once(self, opening: Content) -> None:
+        """A conversation of one turn: no user code runs in it, so it needs no task."""
+        try:
+            self._task = self._context.submit(self.conversation.ask(opening))
+        except (Exception, RolloutAborted) as error:  # told where those of the engine are
+            self._task = self._loop.create_future()
+            self._task.set_exception(error)
+        self._task.add_done_callback(self._task_ended)
+
+    def _talked(self) -> tuple[Status, str | None] | None:
+        """How the conversation has ended: status and error text; None while it waits for room."""
         if self._expired:
             return Status.ABORTED, None
         try:
-            self._task.result()
+            result = self._task.result()
+            if self._asks_once:
+                self._asks_once = False
+                if self.conversation.finish(result) is None:
+                    self._run(self.conversation.finish_later)
+                    return None
         except RolloutAborted:
             return Status.ABORTED, None
         except asyncio.CancelledError as error:
@@ -180,16 +206,17 @@ class Attempt:
         self._task = self._loop.create_task(_guarded(user_code))
         self._task.add_done_callback(self._task_ended)
 
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+    def _task_ended(self, task: asyncio.Future[Any]) -> None:
         self._ended(self)
 
     def _call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
         self._timers.append(self._loop.call_later(delay_s, callback))
 
     def _end_timers(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
+        if self._timers:
+            for timer in self._timers:
+                timer.cancel()
+            self._timers.clear()
 
     def _stop_softly(self) -> None:
         self._stopper = self._loop.create_task(_stop(self.conversation))
@@ -207,14 +234,16 @@ class Attempt:
         _leave_behind(self._task)
         self._ended(self)
 
-    def close(self) -> list[asyncio.Task[Any]]:
-        """End what it has started; -> the tasks that are still to be awaited."""
+    def close(self) -> list[asyncio.Future[Any]]:
+        """End what it has started; -> what is still to be awaited."""
         self._end_timers()
-        ending: list[asyncio.Task[Any]] = []
+        ending: list[asyncio.Future[Any]] = []
         if self._stopper is not None:  # nothing is left to be stopped
             _leave_behind(self._stopper)
             ending.append(self._stopper)
-        if not self._task.done() and self._task not in _abandoned:
+        if self._task.done():
+            _forget(self._task)
+        elif self._task not in _abandoned:
             self._task.remove_done_callback(self._task_ended)
             _leave_behind(self._task)
             ending.append(self._task)
@@ -241,13 +270,13 @@ async def give_up(attempts: Iterable[Attempt], grace_s: float) -> None:
             attempt.closed()
 
 
-def _leave_behind(task: asyncio.Task[Any]) -> None:
+def _leave_behind(task: asyncio.Future[Any]) -> None:
     _abandoned.add(task)
     task.add_done_callback(_forget)
 
 
-def _forget(task: asyncio.Task[Any]) -> None:
-    """Abandoned user code has ended; how is of no interest to anybody any more."""
+def _forget(task: asyncio.Future[Any]) -> None:
+    """It has ended; how is of no interest to anybody any more."""
     _abandoned.discard(task)
     if not task.cancelled():
         task.exception()

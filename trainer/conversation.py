@@ -22,12 +22,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shmstore import StoreFull
+from shmstore import ObjectRef, StoreFull
 from trainer.engine.protocol import GenerateRequest, Generation, SamplingParams
 from trainer.environment import RolloutAborted, Turn
 from trainer.errors import EngineError, TraceError
@@ -55,6 +56,8 @@ class Conversation:
     """See the module. Keeps `trainer.environment.Session`."""
 
     __slots__ = (
+        "_apart",
+        "_before",
         "_closed",
         "_context",
         "_ends",
@@ -63,6 +66,7 @@ class Conversation:
         "_n_prompt_tokens",
         "_n_requests",
         "_n_routed",
+        "_n_routed_asked",
         "_n_tokens",
         "_node",
         "_parents",
@@ -77,6 +81,8 @@ class Conversation:
         "_step_min",
         "_stopping",
         "_turns",
+        "_unfinished",
+        "_unstored",
         "aborted",
         "id",
         "request_id",
@@ -111,8 +117,14 @@ class Conversation:
         self._step_min: int | None = None
         self._step_max: int | None = None
         self._reason: FinishReason | None = None
-        # What was said and is not stored yet.
+        # The turn under way: what was said and is not stored yet, the routing that the engine knows
+        # to be known, what an earlier attempt sampled of it, and what waits for room.
         self._pending: list[Tokens] = []
+        self._n_routed_asked = 0
+        self._before: list[Tokens] = []
+        self._unfinished: Generation | None = None
+        self._unstored: Segment | None = None
+        self._apart: ObjectRef | None = None
 
     # -- what environments use -------------------------------------------------------------------
 
@@ -139,28 +151,25 @@ class Conversation:
         if content is not None:
             self._say(content)
         params = params or self._context.params
-        before: list[Tokens] = []  # of this turn, sampled in an earlier attempt
+        self._before.clear()
         if self._record:
             self._follow_record_through_pending()
-            turn = [] if self._pending else self._record.take_turn(self._node)
-            if turn:
-                tokens = np.concatenate(self._step_over(turn))
+            on_record = [] if self._pending else self._record.take_turn(self._node)
+            if on_record:
+                tokens = np.concatenate(self._step_over(on_record))
                 return self._finish_turn(tokens, self._reason_of(tokens, params))
-            before = self._replay_partial_turn()
-            left = params.max_new_tokens - sum(map(len, before))
+            self._before = self._replay_partial_turn()
+            left = params.max_new_tokens - sum(map(len, self._before))
             if left <= 0:
-                return self._finish_turn(np.concatenate(before), FinishReason.LENGTH)
+                return self._finish_turn(np.concatenate(self._before), FinishReason.LENGTH)
             params = dataclasses.replace(params, max_new_tokens=left)
-        generation = await self._request(params)
-        sampled = await self._store(generation)
-        if generation.finish_reason is FinishReason.ABORT:
-            self.aborted = True
-            raise RolloutAborted
-        if generation.finish_reason is FinishReason.ERROR:
-            raise EngineError(generation.error or "the engine reported an error without a text")
-        if before:
-            return self._finish_turn(np.concatenate([*before, sampled]), generation.finish_reason)
-        return self._finish_turn(sampled, generation.finish_reason, generation.text)
+        request = self._request(params)
+        try:
+            generation = await self._context.engine.generate(request)
+        finally:
+            self._forget_request()
+        turn = self.finish(generation)
+        return turn if turn is not None else await self.finish_later()
 
     def rewind(self, to: Turn | None = None) -> None:
         """Go back to the end of an earlier turn of this session, on whatever path (None: to the
@@ -197,11 +206,19 @@ class Conversation:
         if self.request_id is not None:
             await self._context.engine.abort([self.request_id])
 
+    def ask(self, content: Content) -> GenerateRequest:
+        """Begin a turn without waiting for it: the request that the caller gives to the engine, and
+        its answer to `finish`. For a conversation of one turn, without a record.
+        """
+        self._say(content)
+        return self._request(self._context.params)
+
     def close(self) -> None:
         """Its environment has ended or is abandoned: whoever still holds this gets no more turns,
         for the session may be another attempt's by then.
         """
         self._closed = True
+        self._forget_request()
 
     @property
     def node(self) -> int | None:
@@ -285,7 +302,7 @@ class Conversation:
         if len(tokens):
             self._pending.append(tokens)
 
-    async def _request(self, params: SamplingParams) -> Generation:
+    def _request(self, params: SamplingParams) -> GenerateRequest:
         gate = self._context.gate
         if gate.stopping or self._stopping:
             self.aborted = True
@@ -294,20 +311,20 @@ class Conversation:
         if not len(tokens):
             raise EngineError("generate without any content: there is no token to continue from")
         self._n_requests += 1
+        self._n_routed_asked = self._n_routed
         request_id = f"{self.id}/{self._rollout.attempt}.{self._n_requests}"
-        request = GenerateRequest(
-            request_id, self.id, tokens, params, self._context.group_uid, self._n_routed
-        )
         gate.running[request_id] = self
         self.request_id = request_id
-        try:
-            generation = await self._context.engine.generate(request)
-        finally:
-            self.request_id = None
-            gate.running.pop(request_id, None)
-        return self._checked(generation, len(tokens))
+        return GenerateRequest(
+            request_id, self.id, tokens, params, self._context.group_uid, self._n_routed
+        )
 
-    def _checked(self, generation: Generation, n_context: int) -> Generation:
+    def _forget_request(self) -> None:
+        if self.request_id is not None:
+            self._context.gate.running.pop(self.request_id, None)
+            self.request_id = None
+
+    def _checked(self, generation: Generation) -> Generation:
         """An engine's answer is the world's, not ours: check it before it is stored."""
         k = len(generation.token_ids)
         if len(generation.logprobs) != k or len(generation.model_steps) != k:
@@ -323,7 +340,8 @@ class Conversation:
             return generation
         if routed is None:
             raise EngineError(f"the engine returned {k} tokens without routed experts")
-        wanted = (n_context + k - 1 - self._n_routed, info.n_layers_moe, info.top_k)
+        n_rows = self._length + sum(map(len, self._pending)) + k - 1 - self._n_routed
+        wanted = (n_rows, info.n_layers_moe, info.top_k)
         if routed.shape != wanted:
             raise EngineError(f"routed experts have shape {routed.shape}; {wanted} was asked for")
         narrow = narrowest_unsigned(info.n_experts)
@@ -334,70 +352,111 @@ class Conversation:
 
     # -- storing ---------------------------------------------------------------------------------
 
-    async def _store(self, generation: Generation) -> Tokens:
+    def finish(self, generation: Generation) -> Turn | None:
+        """Store what the engine answered and end the turn, or raise as `generate` does.
+
+        None when the arena has no room, or a mate waits for room for their prompt: then
+        `finish_later`.
+        """
+        return self._end_turn(self._checked(generation))
+
+    async def finish_later(self) -> Turn:
+        """The same, once there is room."""
+        while True:
+            await self._make_room()
+            assert self._unfinished is not None
+            turn = self._end_turn(self._unfinished)
+            if turn is not None:
+                return turn
+
+    async def _make_room(self) -> None:
+        """A full arena is waited for in a thread, so the loop goes on; the session is written to on
+        the loop, for this may be cancelled while the thread waits.
+        """
+        context = self._context
+        waits_for_prompt = context.prompt_tokens is None and self._lacks_prompt()
+        async with context.storing if waits_for_prompt else nullcontext():
+            segment, self._unstored = self._unstored, None
+            if segment is not None:
+                wait_s = context.arena_wait_s
+                self._apart = await asyncio.to_thread(context.traces.put_apart, segment, wait_s)
+
+    def _end_turn(self, generation: Generation) -> Turn | None:
+        """What was stored before the arena was full is not stored again."""
+        try:
+            sampled = self._store(generation)
+        except StoreFull:
+            self._unfinished = generation
+            return None
+        if generation.finish_reason is FinishReason.ABORT:
+            self.aborted = True
+            raise RolloutAborted
+        if generation.finish_reason is FinishReason.ERROR:
+            raise EngineError(generation.error or "the engine reported an error without a text")
+        if self._before:
+            tokens = np.concatenate([*self._before, sampled])
+            return self._finish_turn(tokens, generation.finish_reason)
+        return self._finish_turn(sampled, generation.finish_reason, generation.text)
+
+    def _store(self, generation: Generation) -> Tokens:
         """The tokens that were kept back, then the sampled ones, each with its rows of routing;
         -> the sampled ones.
         """
         if not len(generation.token_ids):  # aborted before the first: what is pending is said again
             return joined(())
-        routed = generation.routed_experts
-        before = None
-        if routed is not None:
-            n_before = self._length - self._n_routed
-            before, routed = (routed[:n_before] if n_before else None), routed[n_before:]
         if self._pending:
-            said = joined(self._pending)
-            rows = None if routed is None else routed[: len(said)]
-            await self._store_said(said, rows, before)
-            before = None
-            routed = None if routed is None else routed[len(said) :]
+            self._store_said(generation)
+        before, rows = self._rows(generation, len(generation.token_ids))
         segment = Segment(
             generation.token_ids,
             generation.token_ids,
             generation.logprobs,
             generation.model_steps,
             generation.text,
-            routed,
+            rows,
             -1,
             before,
         )
-        node = await self._insert((self.id,), segment)
+        node = self._insert((self.id,), segment)
         self._advance(node, segment.token_ids, segment.n_routed)
         self._note_sampled(segment.model_steps)
         return segment.token_ids
 
-    async def _store_said(self, said: Tokens, rows: Routing | None, before: Routing | None) -> None:
-        """Tokens that no model sampled. The first of a group are stored once for all its
-        sessions.
+    def _rows(self, generation: Generation, n: int) -> tuple[Routing | None, Routing | None]:
+        """Of the routing, what the end of the path lacks, and that of `n` tokens behind it."""
+        routed = generation.routed_experts
+        if routed is None:
+            return None, None
+        known, end = self._n_routed - self._n_routed_asked, self._length - self._n_routed_asked
+        return (routed[known:end] if known < end else None), routed[end : end + n]
+
+    def _store_said(self, generation: Generation) -> None:
+        """Tokens that no model sampled. The first of a group are stored once for all its sessions,
+        by the member that knows their routing first.
         """
-        context = self._context
-        if self._parents or self.id not in context.lack_prompt:
-            node = await self._insert((self.id,), self._segment(said, rows, before))
-        elif context.prompt_tokens is not None and same(context.prompt_tokens, said):
+        context, said = self._context, joined(self._pending)
+        before, rows = self._rows(generation, len(said))
+        stored = context.prompt_tokens
+        if not self._lacks_prompt():
+            node = self._insert((self.id,), self._segment(said, rows, before))
+        elif stored is None:
+            if context.storing.locked():
+                raise StoreFull("a mate waits for room for the prompt")
+            mates = [sid for sid in context.lack_prompt if sid != self.id]
+            node = self._insert([self.id, *mates], self._segment(said, rows, before))
+            context.prompt_tokens = said
+        elif same(stored, said):
             node = 0  # a mate has stored it
-        else:
-            node = await self._store_prompt(said, rows, before)
+        else:  # it was told something else than its mates: a prompt of its own
+            context.traces.truncate(self.id, keep=0)
+            node = self._insert((self.id,), self._segment(said, rows, before))
         self._pending.clear()
         self._advance(node, said, 0 if rows is None else len(rows))
         if self._step_min is None:
             self._note_prompt(len(said))
 
-    async def _store_prompt(
-        self, said: Tokens, rows: Routing | None, before: Routing | None
-    ) -> int:
-        """Store the prompt for all members, or use what a mate stored for this one."""
-        context = self._context
-        async with context.storing:
-            if context.prompt_tokens is None:
-                mates = [sid for sid in context.lack_prompt if sid != self.id]
-                node = await self._insert([self.id, *mates], self._segment(said, rows, before))
-                context.prompt_tokens = said
-                return node
-        if same(context.prompt_tokens, said):
-            return 0
-        # This member was told something else than its mates: a prompt of its own.
-        context.traces.truncate(self.id, keep=0)
-        return await self._insert((self.id,), self._segment(said, rows, before))
+    def _lacks_prompt(self) -> bool:
+        return not self._parents and self.id in self._context.lack_prompt
 
     def _segment(self, said: Tokens, rows: Routing | None, before: Routing | None) -> Segment:
         n = len(said)
@@ -411,17 +470,17 @@ class Conversation:
             routed_before=before,
         )
 
-    async def _insert(self, session_ids: Sequence[str], segment: Segment) -> int:
-        """-> node in the first session. A full arena is waited for in a thread, so the loop goes
-        on; the session is written to here, for this may be cancelled while the thread waits.
-        """
+    def _insert(self, session_ids: Sequence[str], segment: Segment) -> int:
+        """-> node in the first session. Raises StoreFull, and `_make_room` helps."""
         traces, parent = self._context.traces, self._node
+        if self._apart is not None:
+            stored, self._apart = self._apart, None
+            return traces.attach(session_ids, stored, parent)[0]
         try:
             return traces.insert_shared(session_ids, segment, parent)[0]
         except StoreFull:
-            wait_s = self._context.arena_wait_s
-            stored = await asyncio.to_thread(traces.put_apart, segment, wait_s)
-            return traces.attach(session_ids, stored, parent)[0]
+            self._unstored = segment
+            raise
 
     # -- the path --------------------------------------------------------------------------------
 

@@ -6,14 +6,21 @@ Made by the group in production, read and written by its conversations; one loop
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.engine.protocol import Engine, SamplingParams, Tokenizer
+from trainer.engine.protocol import (
+    Engine,
+    GenerateRequest,
+    Generation,
+    SamplingParams,
+    Submits,
+    Tokenizer,
+)
 from trainer.rollout import Message, Prompt
 from trainer.trace import TraceStore
 
@@ -43,7 +50,8 @@ class GroupContext:
 
     Their first segment is stored once, by the member that knows its routing first, and what they
     all say is encoded once. `lack_prompt`: the sessions that lack that segment and will get it;
-    `fresh`: no member has a record of an earlier attempt.
+    `fresh`: no member has a record of an earlier attempt. `opening`: all that a member says; None
+    when an environment has to run.
     """
 
     __slots__ = (
@@ -55,10 +63,12 @@ class GroupContext:
         "group_uid",
         "info",
         "lack_prompt",
+        "opening",
         "params",
         "prompt",
         "prompt_tokens",
         "storing",
+        "submit",
         "tokenizer",
         "traces",
     )
@@ -76,6 +86,7 @@ class GroupContext:
         arena_wait_s: float,
         lack_prompt: Sequence[str],
         fresh: bool,
+        opening: Content | None,
     ) -> None:
         self.traces = traces
         self.engine = engine
@@ -88,6 +99,8 @@ class GroupContext:
         self.arena_wait_s = arena_wait_s
         self.lack_prompt = tuple(lack_prompt)
         self.fresh = fresh
+        self.opening = opening
+        self.submit = engine.submit if isinstance(engine, Submits) else _submitted_to(engine)
         self.prompt_tokens: Tokens | None = None  # once the segment is stored
         self.storing = asyncio.Lock()
         self._encoded: tuple[str, Tokens] | None = None
@@ -104,6 +117,11 @@ class GroupContext:
         if not content or isinstance(content[0], (int, np.integer)):
             return content  # type: ignore[return-value]
         return self.tokenizer.apply_chat_template(content)  # type: ignore[arg-type]
+
+
+def _submitted_to(engine: Engine) -> Callable[[GenerateRequest], asyncio.Future[Generation]]:
+    """`Submits` for an engine that knows no other way than to be awaited."""
+    return lambda request: asyncio.ensure_future(engine.generate(request))
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:

@@ -16,8 +16,8 @@ from trainer.attempt import Attempt, give_up
 from trainer.engine.protocol import Engine, SamplingParams, Tokenizer
 from trainer.environment import Environment, Judge
 from trainer.errors import ConfigError
-from trainer.group_context import Gate, GroupContext
-from trainer.rollout import Group, Rollout, Status
+from trainer.group_context import Content, Gate, GroupContext
+from trainer.rollout import Group, Prompt, Rollout, Status
 from trainer.trace import TraceStore
 from trainer.work import Work
 
@@ -65,7 +65,8 @@ class ProducerParts:
     """What rollouts are made with.
 
     `valid`: False filters a completed group (beyond equal rewards). `judge_reads_trace`: the judge
-    is given the trace; it costs an export for each rollout.
+    is given the trace; it costs an export for each rollout. `one_turn`: what the environment says
+    about a prompt, if it says that and no more: it is not run then, and its rollouts cost half.
     """
 
     engine: Engine
@@ -75,6 +76,7 @@ class ProducerParts:
     judge: Judge
     valid: Callable[[Group], bool] | None = None
     judge_reads_trace: bool = False
+    one_turn: Callable[[Prompt], Content | None] | None = None
 
 
 class PendingGroup:
@@ -141,6 +143,7 @@ class PendingGroup:
                 if work.group is None or traces.length(r.session_id) == 0
             ],
             fresh=work.group is None,
+            opening=self._opening(),
         )
         members = {r.session_id: r for r in self.rollouts}
         for rollout in await self._run_all(context):
@@ -151,6 +154,11 @@ class PendingGroup:
             self.rollouts = tuple(r.evolve(status=Status.FILTERED) for r in self.rollouts)
             group = self.group
         return group
+
+    def _opening(self) -> Content | None:
+        """What each member says when that is all; one with a record goes through it in a task."""
+        one_turn = self._parts.one_turn
+        return None if one_turn is None or self.work.group else one_turn(self.work.prompt)
 
     async def _run_all(self, context: GroupContext) -> list[Rollout]:
         """Run the members that are not complete, all at once; -> what they came to."""

@@ -10,6 +10,7 @@ Implementations: `trainer.engine.scripted` (no model), the torch engine. Imports
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ __all__ = [
     "GenerateRequest",
     "Generation",
     "SamplingParams",
+    "Submits",
     "SyncMode",
     "Tokenizer",
     "WeightsVersion",
@@ -169,6 +171,17 @@ class Engine(Protocol):
 
     async def aclose(self) -> None:
         """End everything and give back what is held. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Submits(Protocol):
+    """An engine that answers by a future, so that waiting for it needs no task."""
+
+    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
+        """As `Engine.generate`: cancelling the future drops the request, and an `EngineError` is
+        raised here or is its exception.
+        """
         ...
 
 

@@ -112,7 +112,7 @@ class TorchEngine:
         self._model_step = model_step
         self._inbox: deque[_Sequence | _Swap] = deque()
         self._swaps: deque[_Swap] = deque()  # the worker's; the first may wait for a pause
-        self._futures: dict[_Sequence, asyncio.Future[Generation]] = {}
+        self._asked: dict[asyncio.Future[Generation], _Sequence] = {}
         self._worker: threading.Thread | None = None
         self._bell: SimpleQueue[bool] = SimpleQueue()  # rung for a worker that rests; False: go
         self._at_rest = asyncio.Event()  # the worker's bell was not rung since it came to rest
@@ -164,26 +164,30 @@ class TorchEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """One continuation. Raises EngineError (PromptTooLong, EngineClosed), for this one only."""
+        return await self.submit(request)
+
+    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
+        """See `trainer.engine.protocol.Submits`."""
         loop = self._start()
         sequence = self._accept(request)
-        future: asyncio.Future[Generation] = loop.create_future()
-        self._futures[sequence] = future
+        future = sequence.future = loop.create_future()
+        self._asked[future] = sequence
+        future.add_done_callback(self._settled)
         self._inbox.append(sequence)
         self._ring()
-        try:
-            return await future
-        except asyncio.CancelledError:
+        return future
+
+    def _settled(self, future: asyncio.Future[Generation]) -> None:
+        sequence = self._asked.pop(future)
+        if future.cancelled():
             sequence.cancelled = Cancelled.DROP
             self._some_cancelled = True
-            raise
-        finally:
-            self._futures.pop(sequence, None)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Ends requests (None: all), which then return with `FinishReason.ABORT`."""
         wanted = None if request_ids is None else frozenset(request_ids)
         count = 0
-        for sequence in self._futures:
+        for sequence in self._asked.values():
             if wanted is None or sequence.request.request_id in wanted:
                 if sequence.cancelled is Cancelled.NO:
                     sequence.cancelled = Cancelled.ABORT
@@ -281,7 +285,7 @@ class TorchEngine:
             raise EngineError(
                 f"{name} knows the routing of {request.n_routed_known} of {len(context)} tokens"
             )
-        if len(self._futures) >= self._config.waiting_max + self._config.max_batch:
+        if len(self._asked) >= self._config.waiting_max + self._config.max_batch:
             raise EngineError(f"{name}: {self._config.waiting_max} requests are waiting already")
         length_max = min(self._info.context_max, len(context) + params.max_new_tokens)
         if length_max > self._batcher.length_max:
@@ -316,7 +320,7 @@ class TorchEngine:
 
     def _end_all(self, error: EngineError) -> None:
         """Nobody waits any more: requests and new weights that are still open fail with `error`."""
-        for future in self._futures.values():
+        for future in self._asked:
             if not future.done():
                 future.set_exception(error)
         for item in (*self._inbox, *self._swaps):
@@ -325,8 +329,9 @@ class TorchEngine:
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         for sequence, outcome in outcomes:
-            future = self._futures.get(sequence)
-            if future is None or future.done():
+            future = sequence.future
+            assert future is not None, "it was submitted"
+            if future.done():
                 continue
             if isinstance(outcome, EngineError):
                 future.set_exception(outcome)

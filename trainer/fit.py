@@ -26,6 +26,7 @@ from trainer.dispatch import Dispatcher
 from trainer.errors import TrainerError
 from trainer.metrics import MetricsWriter, tensorboard_missing
 from trainer.run import ending
+from trainer.run.beside import beside, first_error
 from trainer.run.desk import ProgressBoard, RemoteDesk
 from trainer.run.display import Display, QuietDisplay, make_display
 from trainer.run.driver import Driver
@@ -127,7 +128,7 @@ class _Run:
             summary.interrupted = True
             summary.error = ending.ended_at_once(self.folder)
         except (*_EXPECTED, ExceptionGroup) as error:
-            first = _first(error)
+            first = first_error(error)
             if not isinstance(first, _EXPECTED):
                 raise
             summary.error = ending.failed(self.folder, first)
@@ -143,12 +144,12 @@ class _Run:
             with open_arena(self.config, self.folder.name, self.summary) as store:
                 await self._with_parts(store)
         except (StateLost, ExceptionGroup) as error:
-            if not isinstance(_first(error), StateLost) or self.stop.is_set():
+            if not isinstance(first_error(error), StateLost) or self.stop.is_set():
                 raise
             self._gone_back += 1
             if self._gone_back > self.config.faults.restarts_max:
                 raise
-            self.display.note(str(_first(error)))
+            self.display.note(str(first_error(error)))
             return False
         return True
 
@@ -223,7 +224,7 @@ class _Run:
             alarm.moved,
         )
         try:
-            await _beside((parts.producer.supervise(), alarm.ring()), driver.run(self.stop))
+            await beside((parts.producer.supervise(), alarm.ring()), driver.run(self.stop))
         finally:
             metrics.close()
         return True
@@ -292,20 +293,3 @@ class _Run:
 
 _EXPECTED = (TrainerError, StoreError, actors.ActorError, OSError)
 """What a run may end with; anything else is a bug of ours and keeps its trace."""
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-async def _beside(
-    background: Sequence[Coroutine[Any, Any, None]], main: Coroutine[Any, Any, None]
-) -> None:
-    """Runs `main` to its end; `background` is ended with it, and an error of any ends all."""
-    async with asyncio.TaskGroup() as tasks:
-        helpers = [tasks.create_task(helper) for helper in background]
-        await main
-        for helper in helpers:
-            helper.cancel()

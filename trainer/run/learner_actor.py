@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from actors import Handle
     from shmstore import Store
     from trainer.learner import Learner
+    from trainer.weights import WeightsWriter
 
 __all__ = [
     "LEARNER_OWNER",
@@ -100,6 +101,7 @@ class LearnerActor:
         self._setup = setup
         self._config = setup.config
         self._learner: Learner | None = None
+        self._weights: WeightsWriter | None = None
         self._tokenizer: Any = None
         self._cpu_s = 0.0
         """CPU time of this process when its last step ended."""
@@ -117,8 +119,9 @@ class LearnerActor:
         from actors import current
         from trainer.devices import prepare_device
         from trainer.learner import Learner
-        from trainer.model.models import build_model
+        from trainer.model.models import build_model, torch_dtype
         from trainer.trace import TraceStore
+        from trainer.weights import WeightsWriter
 
         torch.set_num_threads(self._setup.cores.threads)
         device = own_device(self._config.learner.device)
@@ -136,6 +139,8 @@ class LearnerActor:
         warmed = self._warm_up(model, board)
         exact = config.learner.deterministic or config.run.deterministic
         self._learner = Learner(model, dataclasses.replace(config.learner, deterministic=exact))
+        # In the type in which the engines hold them.
+        self._weights = WeightsWriter(model, store, torch_dtype(config.model.dtype))
         keep_for_good()
         parameters = sum(p.numel() for p in model.parameters())
         kept = self._states.find() if config.checkpoint.recovery == "arena" else None
@@ -266,14 +271,12 @@ class LearnerActor:
 
     def publish(self, model_step: int) -> WeightsVersion:
         """Puts the weights into the arena as one object, in a session of the owner `weights`."""
-        from trainer.model.models import torch_dtype
-        from trainer.weights import publish
-
-        learner, session = self._ready, weights_session(model_step)
-        dtype = torch_dtype(self._config.model.dtype)  # as the engines hold them
+        writer, session = self._weights, weights_session(model_step)
+        if writer is None:
+            raise NotStarted("the learner was asked to publish before start()")
         self._store.sessions.release([session], owner=WEIGHTS_OWNER)  # of a death in the middle
         self._store.sessions.open(session, owner=WEIGHTS_OWNER)
-        return publish(learner.model, self._store, model_step, session=session, dtype=dtype)
+        return writer.publish(model_step, session=session)
 
     def save(self, folder: str, train_step: int) -> None:
         """Model, optimizer and counters for a resume, as safetensors and JSON."""

@@ -54,20 +54,43 @@ _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
 _NOTHING = b""
 
+#: Rows of `Columns.numbers`.
+TOKEN_IDS, LABELS, LOGPROBS, MODEL_STEPS = range(4)
+
 
 class Columns(msgspec.Struct, frozen=True, eq=False):
-    """Read-only views of one stored segment; they pin its bytes. `routed_before`: [r, layers,
-    top_k].
+    """Read-only views of one stored segment; they pin its bytes.
+
+    `numbers` int32 [4, n]: the columns side by side, the log-probs by their bits; `routed_before`:
+    [r, layers, top_k].
     """
 
-    token_ids: NDArray[np.int32]
-    labels: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    model_steps: NDArray[np.int32]
+    n: int
+    numbers: NDArray[np.int32]
     routed_experts: Routing | None
     n_routed: int
     routed_before: Routing | None
     text_bytes: bytes | memoryview
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        row: NDArray[np.int32] = self.numbers[TOKEN_IDS]
+        return row
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        row: NDArray[np.int32] = self.numbers[LABELS]
+        return row
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        row: NDArray[np.float32] = self.numbers[LOGPROBS].view(_FLOAT32)
+        return row
+
+    @property
+    def model_steps(self) -> NDArray[np.int32]:
+        row: NDArray[np.int32] = self.numbers[MODEL_STEPS]
+        return row
 
     @property
     def text(self) -> str:
@@ -215,15 +238,14 @@ def view(whole: memoryview) -> Columns | None:
         if n_before:
             before = np.frombuffer(whole, dtype, n_before * row, start + before_at)
             before = before.reshape(n_before, layers, top_k)
+    numbers = np.frombuffer(whole, _INT32, column, at).reshape(4, column >> 2)
     return Columns(
-        token_ids=np.frombuffer(whole, _INT32, n, at),
-        labels=np.frombuffer(whole, _INT32, n, at + column),
-        logprobs=np.frombuffer(whole, _FLOAT32, n, at + 2 * column),
-        model_steps=np.frombuffer(whole, _INT32, n, at + 3 * column),
-        routed_experts=routed,
-        n_routed=n_routed,
-        routed_before=before,
-        text_bytes=whole[start + text_at : start + text_at + text_nbytes],
+        n,
+        numbers[:, :n] if n & 1 else numbers,
+        routed,
+        n_routed,
+        before,
+        whole[start + text_at : start + text_at + text_nbytes],
     )
 
 
@@ -259,7 +281,7 @@ def is_segment(value: object) -> bool:
 
 
 def read(batch: pa.RecordBatch) -> Columns:
-    """Views of a stored segment; `TraceError` when the batch is none."""
+    """The columns of a stored segment, the numbers copied; `TraceError` when the batch is none."""
     if not is_segment(batch):
         found = batch.schema.names if isinstance(batch, pa.RecordBatch) else type(batch).__name__
         raise TraceError(f"this object of the arena is not a segment, but {found}")
@@ -274,11 +296,10 @@ def read(batch: pa.RecordBatch) -> Columns:
         raw = metadata[b"routed_before"]
         if raw:
             before = np.frombuffer(raw, routed.dtype).reshape(-1, layers, top_k)
+    rows = [column.to_numpy(zero_copy_only=True).view(_INT32) for column in columns[:4]]
     return Columns(
-        token_ids=columns[0].to_numpy(zero_copy_only=True),
-        labels=columns[1].to_numpy(zero_copy_only=True),
-        logprobs=columns[2].to_numpy(zero_copy_only=True),
-        model_steps=columns[3].to_numpy(zero_copy_only=True),
+        n=batch.num_rows,
+        numbers=np.stack(rows),
         routed_experts=routed,
         n_routed=int(metadata[b"n_routed"]),
         routed_before=before,

@@ -4,8 +4,8 @@ L19, L23, L31).
 It joins the replay buffer with the prompt sampler, and decides. A producer draws work: groups to go
 on with first, then fresh prompts, never more than the staleness budget and the byte limit allow. It
 is also who knows what is under way and with whom, so a producer's death loses no prompt. A learner
-takes the batch of a train step, split over the tasks by their weights; a task that ended or yields
-nothing useful is left out instead of waited for.
+takes the batch of a train step. How it is split over the tasks, and how much of each may still be
+drawn, `trainer.shares` says.
 
 Lives in the driver, on the loop of the replay buffer; producers reach it as an actor, and may call
 its coroutines only: the other methods must run on that loop. Waits are futures; nothing polls.
@@ -14,35 +14,22 @@ its coroutines only: the other methods must run on that loop. Waits are futures;
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer import snapshot as snapshots
-from trainer.errors import BadGroup, ConfigError, EndOfData, PartFailed, StalenessError
-from trainer.expiry import Expiry
-from trainer.prompts import PromptSampler, TaskMix
+from trainer.errors import BadGroup, EndOfData, PartFailed, StalenessError
+from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
 from trainer.replay.away import name_some
+from trainer.replay.checks import check_step
 from trainer.rollout import Batch, Group, Status
-from trainer.staleness import StalenessBudget
+from trainer.shares import TaskMix, TaskShares
 from trainer.work import DispatchConfig, Work
 
 __all__ = ["DispatchConfig", "Dispatcher", "Work"]
-
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    """Running state of one task."""
-
-    in_production: int = 0
-    useless_in_row: int = 0
-    tail_active: bool = False
-    ended: str | None = None
 
 
 class Dispatcher:
@@ -61,15 +48,9 @@ class Dispatcher:
         self.sampler = sampler
         self.config = config
         self.mix = mix or TaskMix(dict.fromkeys(sampler.tasks, 1.0))
-        if set(self.mix.tasks) != set(sampler.tasks):
-            raise ConfigError(
-                f"the mix has the tasks {sorted(self.mix.tasks)}, the sources "
-                f"{sorted(sampler.tasks)}"
-            )
+        self._shares = TaskShares(buffer, sampler, config, self.mix)
         self.train_step = 1
         self.model_step = 0
-        self._budget = _agreed_budget(config.budget, buffer.expiry)
-        self._tasks = {task: _Task() for task in self.mix.tasks}
         self._in_production: dict[str, tuple[Work, str]] = {}
         self._drawers: dict[asyncio.Future[None], str] = {}
         self._deaths: Counter[str] = Counter()
@@ -135,11 +116,15 @@ class Dispatcher:
             raise BadGroup(f"group {group.uid!r} is not in production with {owner!r}")
         if group.prompt is None:
             group = group.evolve(prompt=work.prompt)
+        if group.task != work.task:
+            raise BadGroup(
+                f"group {group.uid!r} is of task {group.task!r}, but was drawn of {work.task!r}"
+            )
         group = self._fail_stragglers(group)
         status = await self.buffer.put(group, owner=owner, timeout=timeout)
         self._leave_production(group.uid)
         self.sampler.settle(group.uid)
-        self._judge_task(group, status)
+        self._shares.judge(group, status)
         self._wake()
         return status
 
@@ -192,10 +177,10 @@ class Dispatcher:
         (sync first), and `EndOfData` when no task can fill it.
         """
         # Not the maximum: a step is taken again when its learner died after it had released (L07).
-        self.train_step = train_step
+        self.train_step = train_step = check_step(train_step)
         self._wake()
         while True:
-            need = self._need(train_step)
+            need = self._shares.need(train_step)
             await self.buffer.refresh(train_step)
             self._raise_if_too_stale(train_step, need)
             try:
@@ -212,14 +197,11 @@ class Dispatcher:
 
     def ready(self, train_step: int) -> bool:
         """Whether the batch of `train_step` could be taken without waiting."""
-        return all(
-            self.buffer.count(task, Status.COMPLETED) >= n
-            for task, n in self._need(train_step).items()
-        )
+        return self._shares.ready(self._shares.need(train_step))
 
     def limit_ahead(self, batches: int) -> None:
         """Never more than so many batches ready or in production, however fresh; for schedules."""
-        self._budget = dataclasses.replace(self._budget, batches_ahead_max=batches)
+        self._shares.limit_ahead(batches)
 
     async def must_sync_first(self, train_step: int) -> bool:
         """Whether `train_step` has to wait for newer weights in the engines (L23).
@@ -227,7 +209,7 @@ class Dispatcher:
         What is too old for that step is expired first: a batch that looks ready may not be.
         """
         await self.buffer.refresh(train_step)
-        usable = self._budget.batches_usable(self.model_step, train_step)
+        usable = self._shares.usable(self.model_step, train_step)
         return usable == 0 and not self.ready(train_step)
 
     # -- the driver ------------------------------------------------------------------------------
@@ -240,9 +222,9 @@ class Dispatcher:
         Expires what is too old now.
         """
         if model_step is not None:
-            self.model_step = max(self.model_step, model_step)
+            self.model_step = max(self.model_step, check_step(model_step))
         if train_step is not None:
-            self.train_step = max(self.train_step, train_step)
+            self.train_step = max(self.train_step, check_step(train_step))
             await self.buffer.refresh(self.train_step)
         self._wake()
 
@@ -283,19 +265,16 @@ class Dispatcher:
 
     def ended_tasks(self) -> dict[str, str]:
         """Tasks of which no more groups come now, and why."""
-        return {t: state.ended for t, state in self._tasks.items() if state.ended is not None}
+        return self._shares.ended()
 
     def describe(self) -> list[str]:
         """Who waits for what and why; for the watchdog and for errors that state every counter."""
         lines = [
             f"train step {self.train_step}, model step {self.model_step}, batches usable "
-            f"{self._budget.batches_usable(self.model_step, self.train_step)}, "
-            f"buffer {self.buffer.nbytes} bytes"
+            f"{self._shares.usable(self.model_step, self.train_step)}, "
+            f"buffer {self.buffer.nbytes} bytes",
+            *self._shares.describe(),
         ]
-        for task, state in self._tasks.items():
-            counts = {s.value: self.buffer.count(task, s) for s in _COUNTED}
-            ended = f", ended: {state.ended}" if state.ended else ""
-            lines.append(f"task {task}: {counts}, in production {state.in_production}{ended}")
         producing: dict[str, list[str]] = {}
         for uid, (_, owner) in self._in_production.items():
             producing.setdefault(owner, []).append(uid)
@@ -332,7 +311,7 @@ class Dispatcher:
     # -- inside ----------------------------------------------------------------------------------
 
     def _draw_now(self, owner: str, n: int) -> list[Work]:
-        self._notice_ends_of_data()
+        self._shares.notice_ends_of_data()
         works: list[Work] = []
         while len(works) < n:
             try:
@@ -344,114 +323,40 @@ class Dispatcher:
             if work is None:
                 break
             self._in_production[work.uid] = (work, owner)
-            self._tasks[work.task].in_production += 1
+            self._shares.drawn(work.task)
             works.append(work)
         return works
 
     def _draw_one(self, owner: str) -> Work | None:
         """From the task that is furthest behind its share, whatever may be drawn there."""
-        shortfalls = self._shortfalls()
-        for task in sorted(shortfalls, key=lambda t: -shortfalls[t]):
-            if shortfalls[task] <= 0:
-                break
+        for task in self._shares.behind(self.model_step, self.train_step):
             work = self._draw_of(task, owner)
             if work is not None:
                 return work
         return None
 
     def _draw_of(self, task: str, owner: str) -> Work | None:
-        group = self._lend(task, owner)
+        only_tail = self._shares.only_tail(task)
+        group = self._lend(task, owner, only_tail)
         if group is not None:
             assert group.prompt is not None, group.uid
             attempt = max(r.attempt for r in group.rollouts) + 1
             return Work(group.uid, task, group.prompt, attempt, group)
-        if self._tasks[task].tail_active:
-            return None
-        drawn = self.sampler.draw(task, owner)
+        drawn = None if only_tail else self.sampler.draw(task, owner)
         if drawn is None:
             return None
         return Work(drawn.ticket, task, drawn.prompt, drawn.attempt)
 
-    def _lend(self, task: str, owner: str) -> Group | None:
-        state = self._tasks[task]
-        tail = self.buffer.expiry.tail
-        state.tail_active = tail.active(
-            self.buffer.count(task, Status.EXPIRED),
-            state.tail_active,
-            fresh_exhausted=self.sampler.remaining(task) == 0,
-        )
-        if tail.may_retry(state.tail_active):
+    def _lend(self, task: str, owner: str, only_tail: bool) -> Group | None:
+        if self.buffer.expiry.tail.may_retry(only_tail):
             group = self.buffer.lend(task, Status.EXPIRED, owner=owner)
             if group is not None:
                 return group
         return self.buffer.lend(task, Status.ABORTED, owner=owner)
 
-    def _shortfalls(self) -> dict[str, float]:
-        """Per task: how much of what may be ahead is still missing, as a fraction; 0 or less: do
-        not draw.
-        """
-        usable = self._budget.batches_usable(self.model_step, self.train_step)
-        targets = dict.fromkeys(self._tasks, 0)
-        for step in range(self.train_step, self.train_step + usable):
-            for task, count in self._split(step)[0].items():
-                targets[task] += count
-        # The batch that is waited for was split when its taker came. Tasks have ended or come back
-        # since, and the split of today may have no need of what the taker lacks.
-        for task in targets:
-            lacking = self.buffer.waiting.lacking(task) if usable else 0
-            if lacking:
-                need = self.buffer.count(task, Status.COMPLETED) + lacking
-                targets[task] = max(targets[task], need)
-        return {task: self._shortfall(task, target) for task, target in targets.items()}
-
-    def _shortfall(self, task: str, target: int) -> float:
-        state = self._tasks[task]
-        if state.ended is not None or target == 0:
-            return 0.0
-        limit = target if state.tail_active else math.ceil(target * (1 + self.config.over_sampling))
-        ahead = self.buffer.count(task, Status.COMPLETED) + state.in_production
-        if self.buffer.count(task, Status.COMPLETED) >= target or not self._has_room(task):
-            return 0.0
-        return (limit - ahead) / target
-
-    def _has_room(self, task: str) -> bool:
-        """The byte limit, with what is in production counted at the mean size of a group."""
-        if self.buffer.waiting.lacking(task) > self._tasks[task].in_production:
-            return True
-        coming = (len(self._in_production) + 1) * self.buffer.group_nbytes_mean
-        return self.buffer.waiting.has_room(task, int(coming))
-
-    def _need(self, train_step: int) -> dict[str, int]:
-        """The groups of the batch of `train_step`; `EndOfData` when no task is left to fill it."""
-        need, missing = self._split(train_step)
-        if missing:
-            reasons = "; ".join(f"{task}: {state.ended}" for task, state in self._tasks.items())
-            raise EndOfData(f"no task can fill the batch of step {train_step} ({reasons})")
-        return need
-
-    def _split(self, train_step: int) -> tuple[dict[str, int], int]:
-        """By weight; what an ended task cannot give falls to the others. -> (split, groups
-        missing).
-        """
-        total = self.config.batch_groups
-        need = self.mix.split(train_step, total)
-        ended = [task for task, state in self._tasks.items() if state.ended is not None]
-        for task in ended:
-            give = min(need.pop(task, 0), self.buffer.count(task, Status.COMPLETED))
-            if give:
-                need[task] = give
-        missing = total - sum(need.values())
-        if missing == 0 or len(ended) == len(self._tasks):
-            return need, missing
-        for task, count in self.mix.without(ended).split(train_step, missing).items():
-            need[task] = need.get(task, 0) + count
-        return need, 0
-
     def _raise_if_too_stale(self, train_step: int, need: Mapping[str, int]) -> None:
-        usable = self._budget.batches_usable(self.model_step, train_step)
-        if usable == 0 and any(
-            self.buffer.count(task, Status.COMPLETED) < n for task, n in need.items()
-        ):
+        usable = self._shares.usable(self.model_step, train_step)
+        if usable == 0 and not self._shares.ready(need):
             raise StalenessError(
                 f"step {train_step} needs {dict(need)} groups and the engines' model is too old to "
                 "produce them; "
@@ -469,70 +374,12 @@ class Dispatcher:
         ]
         return group.with_rollouts(members)
 
-    def _judge_task(self, group: Group, status: Status) -> None:
-        state = self._tasks[group.task]
-        if status in (Status.FAILED, Status.FILTERED):
-            state.useless_in_row += 1
-            if state.useless_in_row >= self.config.useless_in_row_max and state.ended is None:
-                errors = [r.error_msg for r in group.rollouts if r.error_msg]
-                why = errors[0] if errors else "all rewards of the group were equal"
-                self._end_task(
-                    group.task,
-                    f"{state.useless_in_row} groups in a row were failed or filtered; the last: "
-                    f"{why}",
-                )
-        elif status is Status.COMPLETED:
-            state.useless_in_row = 0
-
-    def _notice_ends_of_data(self) -> None:
-        """A task has ended while nothing of it can be produced; expiry or a death may begin it
-        again.
-        """
-        for task, state in self._tasks.items():
-            exhausted = self.sampler.remaining(task) == 0 and not (
-                state.in_production
-                or self.buffer.count(task, Status.ABORTED)
-                or self.buffer.count(task, Status.EXPIRED)
-            )
-            if exhausted and state.ended is None:
-                self._end_task(task, _OUT_OF_DATA)
-            elif state.ended == _OUT_OF_DATA and not exhausted:
-                state.ended = None
-                self.buffer.waiting.reopen_task(task)
-
-    def _end_task(self, task: str, reason: str) -> None:
-        self._tasks[task].ended = reason
-        self.buffer.waiting.end_task(task, reason)
-
     def _leave_production(self, uid: str) -> None:
         found = self._in_production.pop(uid, None)
         if found is not None:
-            self._tasks[found[0].task].in_production -= 1
-            self._notice_ends_of_data()
+            self._shares.left_production(found[0].task)
 
     def _wake(self) -> None:
         for waiter in list(self._drawers):
             if not waiter.done():
                 waiter.set_result(None)
-
-
-def _agreed_budget(budget: StalenessBudget, expiry: Expiry) -> StalenessBudget:
-    """The budget with the buffer's token limit; one that outruns expiry would produce for
-    nothing.
-    """
-    if budget.max_token_staleness is None:
-        budget = dataclasses.replace(budget, max_token_staleness=expiry.max_token_staleness)
-    if expiry.max_staleness is not None:
-        expires_at = (expiry.max_staleness + 1) * expiry.sync_interval
-        if budget.limit is None or budget.limit > expires_at:
-            raise ConfigError(
-                f"the staleness budget allows {budget.limit} train steps, but the buffer expires "
-                f"groups at {expires_at}; what is produced beyond that is thrown away"
-            )
-    return budget
-
-
-#: Why a task ended; unlike the other reasons this one can pass.
-_OUT_OF_DATA = "its prompts ran out"
-
-_COUNTED = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)

@@ -16,7 +16,8 @@ names all of them and says what to do.
     │   ├── TakeTimeout (TimeoutError) no full batch before the deadline; says what is missing
     │   ├── PutTimeout (TimeoutError) no room below `max_bytes` before the deadline
     │   ├── EndOfData                 the prompts ran out before the batch was full
-    │   └── PartFailed                a part of the run died; carries its name and the cause
+    │   ├── PartFailed                a part of the run died; carries its name and the cause
+    │   └── BufferClosed              the replay buffer was closed meanwhile, or before
     ├── RolloutError                  fails ONE rollout (L13); its text goes to `error_msg`
     │   ├── EngineError
     │   ├── ToolError
@@ -38,6 +39,7 @@ from __future__ import annotations
 __all__ = [
     "BadGroup",
     "BadSegment",
+    "BufferClosed",
     "ConfigError",
     "EndOfData",
     "EngineError",
@@ -148,6 +150,10 @@ class PartFailed(ReplayError):
 
     def __reduce__(self) -> tuple[type[PartFailed], tuple[str, str]]:
         return type(self), (self.part, self.cause)
+
+
+class BufferClosed(ReplayError):
+    """The replay buffer was closed: nothing is put, lent or taken any more."""
 
 
 class RolloutError(TrainerError):

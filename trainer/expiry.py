@@ -8,7 +8,9 @@ clock.
 from __future__ import annotations
 
 import enum
+import operator
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from trainer.errors import ConfigError
 from trainer.rollout import Group, Rollout, Status
@@ -52,6 +54,8 @@ class Expiry:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "action", ExpiryAction.parse(self.action))
+        for name in ("max_staleness", "sync_interval", "max_token_staleness", "tail_batch"):
+            object.__setattr__(self, name, _plain(name, getattr(self, name)))
         for name in ("max_staleness", "max_token_staleness"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -112,3 +116,11 @@ class Expiry:
             else:
                 members.append(rollout)
         return (group.with_rollouts(members), tuple(stale)) if stale else (group, ())
+
+
+def _plain(name: str, value: SupportsIndex | None) -> int | None:
+    """As a snapshot keeps it."""
+    try:
+        return None if value is None else operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name} is {value!r}; a whole number is needed") from None

@@ -30,7 +30,7 @@ from trainer.errors import NoProgress, TrainerError
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, tensorboard_missing
-from trainer.prompts import PromptSampler, TaskMix
+from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
 from trainer.run.desk import ProgressBoard, RemoteDesk
 from trainer.run.display import Display, QuietDisplay, make_display
@@ -50,6 +50,7 @@ from trainer.run.summary import (
 )
 from trainer.run.watchdog import Watchdog
 from trainer.run.wiring import PRODUCER_OWNER, Parts, open_parts
+from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
 
 T = TypeVar("T")

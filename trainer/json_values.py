@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["json_problem"]
+__all__ = ["json_problem", "text_problem"]
 
 #: Lists and dicts within each other.
 DEPTH_MAX = 64
@@ -32,6 +32,13 @@ def json_problem(value: Any, path: str) -> str | None:
     return f"{path}{where} {what}; a snapshot keeps {_ALLOWED}"
 
 
+def text_problem(value: Any, path: str) -> str | None:
+    """As `json_problem`, for what has to be text."""
+    if type(value) is str:
+        return json_problem(value, path)
+    return f"{path} is {value!r:.100} of type {type(value).__name__}; text is needed"
+
+
 def _find(value: Any, depth: int) -> tuple[str, str] | None:
     kind = type(value)
     if value is None or kind is bool:
@@ -48,9 +55,11 @@ def _find(value: Any, depth: int) -> tuple[str, str] | None:
     if kind is list or kind is tuple:
         parts = ((f"[{i}]", item) for i, item in enumerate(value))
     elif isinstance(value, dict):
-        wrong = next((key for key in value if type(key) is not str), None)
-        if wrong is not None:
-            return "", f"has the key {wrong!r} of type {type(wrong).__name__}"
+        for key in value:
+            if type(key) is not str:
+                return "", f"has the key {key!r} of type {type(key).__name__}"
+            if not (key.isascii() or _is_utf8(key)):
+                return "", f"has the key {key!r}, which is no UTF-8"
         parts = ((f"[{key!r}]", item) for key, item in value.items())
     else:
         return "", f"is a {kind.__name__}"

@@ -1,6 +1,5 @@
-"""Which prompts are handed out, to whom, and where a resumed run goes on (lifecycle L12, L25, L31).
+"""Which prompts are handed out, to whom, and where a resumed run goes on (lifecycle L12, L25).
 
-`TaskMix` splits a batch over tasks: deterministic in the train step, exact over time.
 `PromptSampler` hands out prompts and knows which are still under way and with whom, so that the
 prompts of a dead producer, and those that were under way when a run was killed, are handed out
 again and none is skipped or doubled.
@@ -13,14 +12,12 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from math import gcd, lcm
 from typing import Any, Protocol
 
 from trainer.errors import ConfigError
-from trainer.json_values import json_problem
+from trainer.json_values import json_problem, text_problem
 from trainer.rollout import Prompt
 
 __all__ = [
@@ -28,12 +25,11 @@ __all__ = [
     "PromptSampler",
     "PromptSource",
     "SequenceSource",
-    "TaskMix",
     "prompt_problem",
 ]
 
-#: Weights are brought to integers that sum to at most this; the length of the repeating pattern.
-PERIOD_MAX = 10_000
+#: Ids of sessions have 63 bytes, for `RUN-TASK-n-k-attempt`.
+TASK_BYTES_MAX = 63 - len("r--0-0-0")
 
 
 class PromptSource(Protocol):
@@ -66,54 +62,49 @@ class SequenceSource:
 
 
 def prompt_problem(prompt: Prompt) -> str | None:
-    """What of a prompt would not come back from a snapshot, with its path; None when all would."""
+    """What of a prompt would not come back from a message or a snapshot as it is, with its path;
+    None when all would.
+    """
+    if type(prompt) is not Prompt:
+        return f"{prompt!r:.100} is a {type(prompt).__name__}; a Prompt itself is needed"
     return (
-        json_problem(prompt.answer, "prompt.answer")
-        or json_problem(prompt.metadata, "prompt.metadata")
-        or json_problem(prompt.messages, "prompt.messages")
+        text_problem(prompt.uid, "prompt.uid")
+        or text_problem(prompt.task, "prompt.task")
+        or (text_problem(prompt.text, "prompt.text") if prompt.text is not None else None)
+        or (_token_ids_problem(prompt.token_ids) if prompt.token_ids is not None else None)
+        or (_messages_problem(prompt.messages) if prompt.messages is not None else None)
+        or json_problem(prompt.answer, "prompt.answer")
+        or _dict_problem(prompt.metadata, "prompt.metadata")
     )
 
 
-class TaskMix:
-    """Splits batches over weighted tasks.
+def _token_ids_problem(token_ids: Any) -> str | None:
+    if type(token_ids) not in (tuple, list):
+        kind = type(token_ids).__name__
+        return f"prompt.token_ids is a {kind}; a tuple of whole numbers is needed (`tolist`)"
+    if not token_ids or (
+        set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < 1 << 31
+    ):
+        return None
+    fits = (type(token) is int and 0 <= token < 1 << 31 for token in token_ids)
+    place = next(i for i, fit in enumerate(fits) if not fit)
+    return (
+        f"prompt.token_ids[{place}] is {token_ids[place]!r:.100} of type "
+        f"{type(token_ids[place]).__name__}; an int of 0 to {(1 << 31) - 1} is needed"
+    )
 
-    Each slot of the endless row of batch slots belongs to one task, in a pattern that repeats; a
-    task with share w has after n slots always between n*w - 1 and n*w + 1 of them, and exactly its
-    share after every period. (Earliest deadline first over the windows of each task's slots.)
-    """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        if not weights:
-            raise ConfigError("no tasks were given; at least one is needed")
-        for task, weight in weights.items():
-            if not 0 < weight < float("inf"):
-                raise ConfigError(f"the weight of task {task!r} is {weight}; it must be above 0")
-        self.tasks = tuple(weights)
-        self.weights = dict(weights)
-        shares = _integer_shares(weights)
-        self._period = sum(shares.values())
-        self._prefix = _prefix_counts(shares, self._period)
+def _messages_problem(messages: Any) -> str | None:
+    if type(messages) not in (tuple, list):
+        return f"prompt.messages is a {type(messages).__name__}; a tuple of dicts is needed"
+    found = (_dict_problem(m, f"prompt.messages[{i}]") for i, m in enumerate(messages))
+    return next((problem for problem in found if problem is not None), None)
 
-    def split(self, train_step: int, batch_groups: int) -> dict[str, int]:
-        """Groups of each task in the batch of `train_step` (1-based); sums to `batch_groups`."""
-        if train_step < 1 or batch_groups < 1:
-            raise ConfigError(f"train_step {train_step} and batch_groups {batch_groups}: from 1")
-        first = (train_step - 1) * batch_groups
-        counts = {
-            task: self._count(task, first + batch_groups) - self._count(task, first)
-            for task in self.tasks
-        }
-        return {task: count for task, count in counts.items() if count}
 
-    def without(self, tasks: Iterable[str]) -> TaskMix:
-        """The mix of the other tasks; `ConfigError` when none is left."""
-        gone = set(tasks)
-        return TaskMix({t: w for t, w in self.weights.items() if t not in gone}) if gone else self
-
-    def _count(self, task: str, slots: int) -> int:
-        periods, rest = divmod(slots, self._period)
-        prefix = self._prefix[task]
-        return periods * prefix[self._period] + prefix[rest]
+def _dict_problem(value: Any, path: str) -> str | None:
+    if isinstance(value, dict):
+        return json_problem(value, path)
+    return f"{path} is {value!r:.100} of type {type(value).__name__}; a dict is needed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +136,19 @@ class PromptSampler:
         if not sources:
             raise ConfigError("no prompt sources were given; at least one is needed")
         for task, source in sources.items():
+            problem = text_problem(task, "the name of a task")
+            if problem is not None:
+                raise ConfigError(problem)
+            if not 0 < len(task.encode()) <= TASK_BYTES_MAX:
+                raise ConfigError(
+                    f"task {task!r}: names of tasks have 1 to {TASK_BYTES_MAX} bytes; a longer one "
+                    "leaves no room in the ids of its sessions"
+                )
             if source.size == 0:
                 raise ConfigError(f"the prompt source of task {task!r} is empty")
+        problem = json_problem(seed, "seed")
+        if problem is not None:
+            raise ConfigError(problem)
         self._sources = dict(sources)
         self._seed = seed
         self._epochs = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)
@@ -306,33 +308,3 @@ def _shuffled(size: int, seed: str) -> tuple[int, ...]:
     order = list(range(size))
     random.Random(seed).shuffle(order)
     return tuple(order)
-
-
-def _integer_shares(weights: Mapping[str, float]) -> dict[str, int]:
-    """Whole numbers in the ratio of the weights: exact for small fractions, else to 1 in 10,000."""
-    parts = {task: Fraction(weight).limit_denominator(1000) for task, weight in weights.items()}
-    if min(parts.values()) > 0:
-        scale = lcm(*(part.denominator for part in parts.values()))
-        shares = {task: int(part * scale) for task, part in parts.items()}
-        divisor = gcd(*shares.values())
-        if sum(shares.values()) // divisor <= PERIOD_MAX:
-            return {task: share // divisor for task, share in shares.items()}
-    total = sum(weights.values())
-    shares = {task: max(1, round(PERIOD_MAX * w / total)) for task, w in weights.items()}
-    divisor = gcd(*shares.values())
-    return {task: share // divisor for task, share in shares.items()}
-
-
-def _prefix_counts(shares: Mapping[str, int], period: int) -> dict[str, list[int]]:
-    """For each task: how many of the first n slots are its own, n = 0 .. period."""
-    given = dict.fromkeys(shares, 0)
-    prefix = {task: [0] for task in shares}
-    for slot in range(period):
-        # Unit job j of a task with share a/D has the window [floor(jD/a), ceil((j+1)D/a)); such
-        # windows always fit together, and the earliest deadline first finds the fit.
-        released = [t for t in shares if given[t] * period // shares[t] <= slot]
-        chosen = min(released, key=lambda t: -(-(given[t] + 1) * period // shares[t]))
-        given[chosen] += 1
-        for task in shares:
-            prefix[task].append(given[task])
-    return prefix

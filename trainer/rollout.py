@@ -16,17 +16,18 @@ Imports numpy and msgspec only. Used by every file of the trainer, in every proc
 from __future__ import annotations
 
 import enum
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
-from msgspec.structs import force_setattr, replace
+from msgspec.structs import asdict, force_setattr, replace
 from numpy.typing import NDArray
 
 from trainer.errors import BadGroup, BadSegment
+from trainer.json_values import json_problem
 
 if TYPE_CHECKING:
     from trainer.window import WindowReport
@@ -42,6 +43,7 @@ __all__ = [
     "Segment",
     "Status",
     "Trace",
+    "as_carried",
     "narrowest_unsigned",
 ]
 
@@ -98,6 +100,12 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+#: What the fields of a rollout may hold; looked at when it is carried (`as_carried`).
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Step = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+_Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+
+
 class Rollout(msgspec.Struct, frozen=True):
     """One attempt at a prompt. Its tokens are in the session `session_id`, at the nodes below.
 
@@ -114,19 +122,19 @@ class Rollout(msgspec.Struct, frozen=True):
     prompt_uid: str = ""
     task: str = ""
     status: Status = Status.INIT
-    reward: float | None = None
-    leaves: tuple[int, ...] = ()
-    turns: tuple[int, ...] = ()
-    n_prompt_nodes: int = 1
-    n_prompt_tokens: int = 0
-    n_response_tokens: int = 0
-    model_step_min: int | None = None
-    model_step_max: int | None = None
+    reward: _Finite | None = None
+    leaves: tuple[_Count, ...] = ()
+    turns: tuple[_Count, ...] = ()
+    n_prompt_nodes: _Count = 1
+    n_prompt_tokens: _Count = 0
+    n_response_tokens: _Count = 0
+    model_step_min: _Step | None = None
+    model_step_max: _Step | None = None
     finish_reason: FinishReason | None = None
     error_msg: str | None = None
-    attempt: int = 0
-    generation_time_s: float = 0.0
-    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
+    attempt: _Count = 0
+    generation_time_s: _Finite = 0.0
+    metrics: Mapping[str, _Finite] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.uid:
@@ -185,9 +193,11 @@ class Group(msgspec.Struct, frozen=True):
         if not self.uid:
             force_setattr(self, "uid", self.rollouts[0].session_id)
 
-    def __reduce__(self) -> tuple[Callable[[bytes], Group], tuple[bytes]]:
-        """Pickled inside messages as one block: a tenth of the time of its parts one by one."""
-        return _group_from_bytes, (msgspec.msgpack.encode(self),)
+    def __reduce__(self) -> tuple[Callable[..., Group], tuple[Any, ...]]:
+        """Pickled inside messages with its members as one block: a tenth of the time of its parts
+        one by one. `BadGroup` names what cannot be carried.
+        """
+        return _unpickled, (self.uid, self.task, self.prompt, _encode(self), self.nbytes)
 
     @property
     def status(self) -> Status:
@@ -221,13 +231,62 @@ class Group(msgspec.Struct, frozen=True):
         return replace(self, rollouts=tuple(rollouts))
 
 
-def _group_from_bytes(raw: bytes) -> Group:
-    return _group_decoder().decode(raw)
+def as_carried(group: Group) -> tuple[Rollout, ...]:
+    """The members as a message or a snapshot brings them back: numpy's numbers as Python's, lists
+    as tuples. `BadGroup` names the field that neither would.
+    """
+    return _decode(group.uid, _encode(group))
 
 
-@functools.cache
-def _group_decoder() -> msgspec.msgpack.Decoder[Group]:
-    return msgspec.msgpack.Decoder(Group)
+def _encode(group: Group) -> bytes:
+    try:
+        return _ENCODER.encode(group.rollouts)
+    except _CANNOT_BE_CARRIED as error:
+        raise BadGroup(
+            f"group {group.uid!r}: {_misfit(map(asdict, group.rollouts)) or error}"
+        ) from None
+
+
+def _decode(uid: str, raw: bytes) -> tuple[Rollout, ...]:
+    try:
+        return _DECODER.decode(raw)
+    except msgspec.ValidationError as error:
+        found = _misfit(msgspec.msgpack.decode(raw))
+        raise BadGroup(f"group {uid!r}: {found or error}") from None
+
+
+def _unpickled(uid: str, task: str, prompt: Prompt | None, members: bytes, nbytes: int) -> Group:
+    return Group(uid, task, prompt, _decode(uid, members), nbytes)
+
+
+def _misfit(rollouts: Iterable[Mapping[str, Any]]) -> str | None:
+    """The first field that cannot be carried, and why."""
+    for fields in rollouts:
+        for name, value in fields.items():
+            try:
+                raw = _ENCODER.encode([{"session_id": "", name: value}])
+                value = msgspec.msgpack.decode(raw)[0][name]  # as a plain one
+                _DECODER.decode(raw)
+            except (*_CANNOT_BE_CARRIED, msgspec.ValidationError) as error:
+                why = str(error).partition(" - at ")[0]
+                problem = json_problem(value, name) or f"{name} is {value!r:.100}: {why}"
+                return f"rollout {fields['uid']!r}: {problem}"
+    return None
+
+
+def _as_python(value: object) -> object:
+    """What an encoder does not know by itself."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"it is a {type(value).__name__}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_python)
+_DECODER = msgspec.msgpack.Decoder(tuple[Rollout, ...])
+#: What the encoder raises for values that it cannot write.
+_CANNOT_BE_CARRIED = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)

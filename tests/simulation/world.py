@@ -34,10 +34,11 @@ from trainer.evaluation import Evaluator
 from trainer.expiry import Expiry
 from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import PauseReport, Producer
-from trainer.prompts import PromptSampler, TaskMix
+from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
 from trainer.rollout import Batch, Group, Prompt, Status, Trace
 from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_schedule
+from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
 from trainer.testing import run_virtual
 from trainer.trace import TraceStore

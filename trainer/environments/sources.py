@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from trainer.config.schema import SourceConfig, TaskConfig
 from trainer.errors import ConfigError, TrainerError
+from trainer.json_values import json_problem
 from trainer.rollout import Prompt
 
 __all__ = [
@@ -115,8 +116,10 @@ class ReasoningGymSource:
         if self._config.render != "text":
             ascending = self._config.render == "compact_ascending"
             return (*_compact(item["metadata"], ascending=ascending), {})
-        # Prompts go into snapshots, which are JSON; a data set may keep other things in there.
-        metadata = json.loads(json.dumps(item["metadata"], default=str))
+        # Prompts go into snapshots, which are JSON of 64 bits; a data set may keep other things in
+        # there: they become text.
+        written = json.dumps(item["metadata"], default=str)
+        metadata = json.loads(written, parse_int=_int_or_text, parse_constant=str)
         return str(item["question"]), str(item["answer"]), metadata
 
 
@@ -133,6 +136,11 @@ def _gym_dataset(config: SourceConfig, seed: int) -> Any:
         return reasoning_gym.create_dataset(config.dataset, seed=seed, size=_GYM_ITEMS, **params)
     except _GYM_MISTAKES as error:
         raise BadPrompts(f"reasoning_gym data set {config.dataset!r}: {error}") from error
+
+
+def _int_or_text(digits: str) -> int | str:
+    value = int(digits)
+    return digits if json_problem(value, "") else value
 
 
 def gym_datasets() -> list[str]:
@@ -226,7 +234,8 @@ def _lines_of(
 ) -> Iterator[tuple[int, str | tuple[Any, Any, Mapping[str, Any]]]]:
     """(line number, prompt or what is wrong with it); number 0 for the file as a whole."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`: U+2028 and the like may stand in JSON as they are.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         yield 0, f"cannot be read: {error}"
         return
@@ -241,8 +250,11 @@ def _parse_line(line: str, config: SourceConfig) -> str | tuple[Any, Any, Mappin
     """(prompt, answer, the rest), or what is wrong."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         return f"is not JSON: {error}"
+    problem = json_problem(record, "")  # Python reads more than it should: NaN, halves of letters
+    if problem is not None:
+        return problem.strip()
     fields = (config.prompt_field, config.answer_field)
     missing = [f for f in fields if not isinstance(record, dict) or f not in record]
     if missing:

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from trainer.errors import BadGroup
 from trainer.replay.index import Entry
+from trainer.rollout import Group, Prompt
 
 if TYPE_CHECKING:
     from shmstore import Store
@@ -37,6 +39,8 @@ class Away:
         self._owner = owner
         self._lent: dict[str, tuple[Entry, str]] = {}
         self._taken: dict[str, dict[str, Entry]] = {}
+        #: Session -> group: in whose name a producer has it.
+        self._lent_sessions: dict[str, str] = {}
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._lent or self.is_taken(uid)
@@ -70,19 +74,51 @@ class Away:
 
     def lend(self, entry: Entry, owner: str) -> None:
         """A producer goes on with the group."""
-        self._lent[entry.group.uid] = entry, owner
+        uid = entry.group.uid
+        self._lent[uid] = entry, owner
+        self._lent_sessions.update(dict.fromkeys(entry.group.session_ids, uid))
+
+    def as_lent(self, group: Group) -> Group:
+        """The group, with the prompt that it was lent with. `BadGroup` when it, or something of
+        it, was lent as another; it stays lent.
+        """
+        for session_id in group.session_ids:
+            uid = self._lent_sessions.get(session_id, group.uid)
+            if uid != group.uid:
+                raise BadGroup(
+                    f"group {group.uid!r} has session {session_id!r}, which was lent in group "
+                    f"{uid!r}; put that one again"
+                )
+        if group.uid not in self._lent:
+            return group
+        lent = self._lent[group.uid][0].group
+        if group.prompt is None:
+            group = group.evolve(prompt=lent.prompt)
+        for what, given, needed in (
+            ("its task", group.task, lent.task),
+            ("its prompt", _uid(group.prompt), _uid(lent.prompt)),
+            ("the sessions of its rollouts", _sessions(group), _sessions(lent)),
+        ):
+            if given != needed:
+                raise BadGroup(
+                    f"group {group.uid!r} was lent and is put again, but {what} changed from "
+                    f"{needed!r} to {given!r}; put it again as it was lent, or discard it"
+                )
+        return group
 
     def take_back(self, uid: str) -> Entry | None:
         """The group was put again or given up; None when it was not lent."""
         found = self._lent.pop(uid, None)
-        return found[0] if found else None
+        if found is None:
+            return None
+        for session_id in found[0].group.session_ids:
+            del self._lent_sessions[session_id]
+        return found[0]
 
     def pop_lent(self, owner: str) -> list[Entry]:
         """What a dead producer had been lent."""
-        lost = [entry for entry, holder in self._lent.values() if holder == owner]
-        for entry in lost:
-            del self._lent[entry.group.uid]
-        return lost
+        uids = [uid for uid, (_, holder) in self._lent.items() if holder == owner]
+        return [entry for uid in uids if (entry := self.take_back(uid)) is not None]
 
     def take(self, entries: Iterable[Entry], owner: str) -> None:
         """A learner has them now."""
@@ -111,3 +147,12 @@ class Away:
         for entry in found:
             del entries[entry.group.uid]
         return found
+
+
+def _sessions(group: Group) -> list[str]:
+    return sorted(rollout.session_id for rollout in group.rollouts)
+
+
+def _uid(prompt: Prompt | None) -> str | None:
+    """A prompt stays the same when an environment fills in its tokens."""
+    return None if prompt is None else prompt.uid

@@ -32,7 +32,7 @@ from trainer.expiry import Expiry, ExpiryAction
 from trainer.replay import contents
 from trainer.replay.accounts import Accounts
 from trainer.replay.away import Away, name_some
-from trainer.replay.checks import check_max_bytes, check_need, checked_group
+from trainer.replay.checks import check_max_bytes, check_need, check_step, checked_group
 from trainer.replay.index import Entry, Order, ReplayIndex
 from trainer.replay.waiting import Waiting
 from trainer.rollout import Batch, Group, Status
@@ -87,6 +87,7 @@ class ReplayBuffer:
         self._index = ReplayIndex(Order.parse(order))
         self._lock = threading.Lock()
         self._next_seq = 0
+        self._closed = False
         self._away = Away(store, owner)
         self.waiting = Waiting(self._completed, self._fits, self._tell)
         self._listeners: list[Callable[[], None]] = []
@@ -109,13 +110,15 @@ class ReplayBuffer:
         FAILED and FILTERED are counted and their sessions released at once (L09); the others move
         to the buffer with their sessions (L10). A group that is too old already is expired here.
         Waits while the byte limit is reached (`PutTimeout` after `timeout` seconds). `BadGroup` for
-        what cannot be filed; `NotOwner` when a session is not `owner`'s, and then nothing has
-        changed.
+        what cannot be filed, or was lent as something else; `NotOwner` when a session is not
+        `owner`'s; then nothing has changed. `BufferClosed` after `close`.
         """
+        self._raise_if_closed()
         group = checked_group(group, task)
         self._refuse_known(group.uid)
+        group = self._away.as_lent(group)
         if train_step is not None:
-            self.train_step = max(self.train_step, train_step)
+            self.train_step = max(self.train_step, check_step(train_step))
         group = contents.described(self._traces, self._store.sessions, group)
         status = group.status
         if status not in _FILED:
@@ -141,6 +144,8 @@ class ReplayBuffer:
         cancelled.
         """
         lent = self._away.take_back(group.uid)
+        if lent is not None:
+            group = lent.group  # what was counted, and no session of it stays behind
         self.accounts.cancelled(group, first=lent is None)
         self._store.sessions.release(group.session_ids, owner=owner)
         self._changed()
@@ -151,6 +156,7 @@ class ReplayBuffer:
 
         It counts as buffered until the producer puts it again or discards it.
         """
+        self._raise_if_closed()
         with self._lock:
             entry = self._index.pop(task, status)
             if entry is None:
@@ -178,9 +184,10 @@ class ReplayBuffer:
 
         All or nothing, in one step (L06); groups that are too old for `train_step` are expired
         first. Raises `TakeTimeout` after `timeout` seconds, `EndOfData` when a task has ended,
-        `PartFailed` when a part died.
+        `PartFailed` when a part died, `BufferClosed` after `close`.
         """
-        need = check_need(need)
+        self._raise_if_closed()
+        need, train_step = check_need(need), check_step(train_step)
         self.settle(owner)
         await self.refresh(train_step)
         try:
@@ -219,11 +226,10 @@ class ReplayBuffer:
             return 0
         self._store.sweep()
         fallen = self._away.pop_fallen()
-        for entry in fallen:
-            self._add(entry.group, entry.seq)
+        offered = sum(map(self._offer_again, fallen))
         if fallen:
             self._changed()
-        return len(fallen)
+        return offered
 
     def settle_all(self) -> None:
         """`settle` for everyone who took a batch."""
@@ -234,6 +240,7 @@ class ReplayBuffer:
 
     async def refresh(self, train_step: int) -> Refreshed:
         """Expire what is too old at `train_step` (L16); costs what it expires."""
+        train_step = check_step(train_step)
         self.reclaim()
         self.train_step = max(self.train_step, train_step)
         return self._expire(train_step)
@@ -303,12 +310,7 @@ class ReplayBuffer:
             ids = entry.group.session_ids
             # Those that the heir rule has moved already are `replay`'s; the rest move now.
             sessions.transfer(ids, src=owner, dst=self.owner, strict=False)
-            if self._away.is_mine(ids):
-                self._add(entry.group, entry.seq)
-                offered += 1
-            else:
-                sessions.release(ids, owner=self.owner)
-                self.accounts.cancelled(entry.group)
+            offered += self._offer_again(entry)
         lost = [entry.group for entry in self._away.pop_lent(owner)]
         for group in lost:
             self.accounts.cancelled(group)
@@ -317,11 +319,17 @@ class ReplayBuffer:
         return offered, lost
 
     def close(self) -> int:
-        """Release every session of the buffer; -> how many. The buffer is empty afterwards."""
+        """Release every session of the buffer; -> how many. The buffer is empty and stays so:
+        whoever waits for it, or comes later, gets `BufferClosed`. Twice is no error.
+        """
+        self._closed = True
         for entry in list(self._index):
             self._index.remove(entry.group.uid)
             self.accounts.cancelled(entry.group)
-        return len(self._store.sessions.release_owned(self.owner))
+        released = self._store.sessions.release_owned(self.owner)
+        self.waiting.close()
+        self._tell()
+        return len(released)
 
     # -- snapshot --------------------------------------------------------------------------------
 
@@ -409,6 +417,10 @@ class ReplayBuffer:
         self._changed()
         return group.status
 
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            self.waiting.raise_failure()
+
     def _refuse_known(self, uid: str) -> None:
         if uid in self._index or self._away.is_taken(uid):
             raise BadGroup(f"group {uid!r} is in the buffer already; each uid is put once")
@@ -456,6 +468,16 @@ class ReplayBuffer:
     def _add(self, group: Group, seq: int) -> None:
         with self._lock:
             self._index.add(group, seq, self.expiry.group_deadline(group))
+
+    def _offer_again(self, entry: Entry) -> bool:
+        """In its old place, if it is whole; -> whether it is offered. A closed buffer ends it."""
+        ids = entry.group.session_ids
+        if self._closed or not self._away.is_mine(ids):
+            self._store.sessions.release(ids, owner=self.owner)
+            self.accounts.cancelled(entry.group)
+            return False
+        self._add(entry.group, entry.seq)
+        return True
 
     def _new_seq(self) -> int:
         self._next_seq += 1

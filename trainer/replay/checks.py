@@ -8,24 +8,18 @@ while its producer still has it, and not when the checkpoint is due. Pure; calle
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Mapping
-from typing import Any
-
-import msgspec
-import numpy as np
+from typing import SupportsIndex
 
 from shmstore import BadValue
 from shmstore.usage import parse_size
 from trainer.errors import BadGroup, ReplayError
-from trainer.json_values import json_problem
+from trainer.json_values import text_problem
 from trainer.prompts import prompt_problem
-from trainer.rollout import Group, Prompt, Rollout, Status
+from trainer.rollout import Group, Status, as_carried
 
-__all__ = ["check_max_bytes", "check_need", "checked_group"]
-
-_ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Rollout)
+__all__ = ["check_max_bytes", "check_need", "check_step", "checked_group"]
 
 
 def checked_group(group: Group, task: str | None) -> Group:
@@ -34,63 +28,27 @@ def checked_group(group: Group, task: str | None) -> Group:
     """
     if not isinstance(group, Group):
         raise BadGroup(f"put takes a Group, not {group!r}")
-    if not isinstance(group.uid, str) or not isinstance(task or group.task, str):
-        raise BadGroup(f"uid and task are text, not {group.uid!r} and {task or group.task!r}")
-    if group.prompt is not None and not isinstance(group.prompt, Prompt):
-        raise BadGroup(f"the prompt of group {group.uid!r} is a Prompt, not {group.prompt!r}")
-    if task is not None and task != group.task:
-        group = group.evolve(task=task)
-    if not group.task:
+    problem = (
+        text_problem(group.uid, "its uid")
+        or text_problem(task or group.task, "its task")
+        or (prompt_problem(group.prompt) if group.prompt is not None else None)
+    )
+    if problem is not None:
+        raise BadGroup(f"group {group.uid!r}: {problem}")
+    if not (task or group.task):
         raise BadGroup(f"group {group.uid!r} is of no task; say which with task=")
     unfinished = [r.uid for r in group.rollouts if r.status is Status.INIT]
     if unfinished:
         raise BadGroup(f"rollouts {unfinished} of group {group.uid!r} are still INIT")
-    problem = None if group.prompt is None else prompt_problem(group.prompt)
-    if problem is not None:
-        raise BadGroup(f"group {group.uid!r}: {problem}")
-    members = tuple(_plain(rollout, group.uid) for rollout in group.rollouts)
-    if all(new is old for new, old in zip(members, group.rollouts, strict=True)):
-        return group
-    return group.with_rollouts(members)
+    return group.evolve(task=task or group.task, rollouts=as_carried(group))
 
 
-def _plain(rollout: Rollout, uid: str) -> Rollout:
-    """As a snapshot would bring it back: numpy's numbers as Python's, lists as tuples. One that is
-    so already comes back itself.
-    """
+def check_step(step: SupportsIndex) -> int:
+    """A step as the snapshot keeps it; `ReplayError` unless it is a whole number."""
     try:
-        raw = _ENCODER.encode(rollout)
-    except (TypeError, ValueError):
-        values = {name: getattr(rollout, name) for name in Rollout.__struct_fields__}
-        rollout = rollout.evolve(**{name: _as_python(value) for name, value in values.items()})
-        try:
-            raw = _ENCODER.encode(rollout)
-        except (TypeError, ValueError) as error:
-            raise BadGroup(f"group {uid!r}: rollout {rollout.uid!r}: {error}") from error
-    reward = rollout.reward
-    if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
-        raise BadGroup(
-            f"group {uid!r}: the reward of rollout {rollout.uid!r} is {reward!r}; it must be a "
-            "finite number, or None"
-        )
-    problem = json_problem(rollout.metrics, "metrics") if rollout.metrics else None
-    if problem is not None:
-        raise BadGroup(f"group {uid!r}: rollout {rollout.uid!r}: {problem}")
-    try:
-        kept = _DECODER.decode(raw)
-    except msgspec.ValidationError as error:
-        raise BadGroup(f"group {uid!r}: rollout {rollout.uid!r}: {error}") from error
-    return rollout if kept == rollout else kept
-
-
-def _as_python(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, (tuple, list)):
-        return tuple(_as_python(item) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _as_python(item) for key, item in value.items()}
-    return value
+        return operator.index(step)
+    except TypeError:
+        raise ReplayError(f"the step is {step!r}; a whole number is needed") from None
 
 
 def check_need(need: Mapping[str, int]) -> dict[str, int]:

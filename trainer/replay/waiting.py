@@ -3,17 +3,18 @@
 Each waiter is a future that is set when its wish can be met or can never be; nothing polls and
 nobody is woken in vain more than once per change. Much may happen between a wake-up and the moment
 at which the waiter runs, so it looks again: at its wish, at failures, at its own death. A part that
-died for good, a task that ended, or the death of the owner for whom one waits reaches every waiter
-concerned at once, with the cause. Belongs to the loop of the buffer.
+died for good, a task that ended, the death of the owner for whom one waits or the end of the buffer
+reaches every waiter concerned at once, with the cause. Belongs to the loop of the buffer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from trainer.errors import EndOfData, PartFailed
+from trainer.errors import BufferClosed, EndOfData, PartFailed, ReplayError
 
 __all__ = ["Waiting"]
 
@@ -83,7 +84,7 @@ class Waiting:
         self._putters: list[_Putter] = []
         self._admitted: set[str] = set()
         self._ended: dict[str, str] = {}
-        self._failure: tuple[str, str] | None = None
+        self._over: Callable[[], ReplayError] | None = None
 
     async def for_batch(self, need: Mapping[str, int], *, owner: str) -> None:
         """Return when `need` can be met and it is this caller's turn; on return nothing has run
@@ -181,13 +182,18 @@ class Waiting:
 
     def fail(self, part: str, cause: str) -> None:
         """Everybody, now or later, gets `PartFailed`."""
-        self._failure = (part, cause)
+        self._over = functools.partial(PartFailed, part, cause)
+        self.wake()
+
+    def close(self) -> None:
+        """Everybody, now or later, gets `BufferClosed`, unless a part had failed before."""
+        self._over = self._over or functools.partial(BufferClosed, "the replay buffer is closed")
         self.wake()
 
     def raise_failure(self) -> None:
-        """`PartFailed` once `fail` was called."""
-        if self._failure is not None:
-            raise PartFailed(*self._failure)
+        """`PartFailed` once `fail` was called, `BufferClosed` after `close`."""
+        if self._over is not None:
+            raise self._over()
 
     def wake(self) -> None:
         """After a change: let go on whoever can."""
@@ -202,8 +208,8 @@ class Waiting:
         for putter in self._putters:
             if putter.ready.done():
                 break  # the next in line is looked at when this one has filed its group
-            if self._failure is not None:
-                putter.let_go(PartFailed(*self._failure))
+            if self._over is not None:
+                putter.let_go(self._over())
             elif self._may_file(putter):
                 putter.let_go()
                 break
@@ -231,8 +237,8 @@ class Waiting:
         return any(self._completed(task) < taker.need.get(task, 0) for taker in self._takers)
 
     def _why_never(self, need: Mapping[str, int]) -> Exception | None:
-        if self._failure is not None:
-            return PartFailed(*self._failure)
+        if self._over is not None:
+            return self._over()
         for task, count in need.items():
             if task in self._ended and self._completed(task) < count:
                 return EndOfData(

@@ -19,9 +19,10 @@ from trainer.environment import Environment, Judge, Session
 from trainer.expiry import Expiry
 from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import Producer
-from trainer.prompts import PromptSampler, TaskMix
+from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
 from trainer.rollout import IGNORE_LABEL, Batch, Prompt, Rollout, Status, Trace
+from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
 from trainer.testing import store_group
 from trainer.trace import TraceStore

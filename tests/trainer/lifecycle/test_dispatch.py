@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from shmstore import Store
-from tests.trainer.lifecycle.kit import Questions
+from tests.trainer.lifecycle.kit import Questions, desk
 from trainer.dispatch import Dispatcher
 from trainer.errors import BadGroup, ConfigError, EndOfData, PartFailed, StalenessError
 from trainer.expiry import Expiry, ExpiryAction
-from trainer.prompts import PromptSampler, TaskMix
+from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
-from trainer.rollout import Group, Prompt, Status
+from trainer.rollout import Group, Prompt, Rollout, Status
+from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
-from trainer.testing import store_group
+from trainer.testing import run_virtual, store_group
 from trainer.trace import TraceStore
 from trainer.work import DispatchConfig, Work
 
@@ -401,7 +402,7 @@ async def test_what_a_taker_lacks_is_produced_also_when_the_split_has_changed_si
 ) -> None:
     sources = {task: Questions(task) for task in ("math", "code")}
     dispatcher = _dispatcher(store, sources=sources, batch_groups=2)
-    monkeypatch.setattr(dispatcher, "_need", lambda step: {"code": 2})
+    monkeypatch.setattr(dispatcher._shares, "need", lambda step: {"code": 2})
     taking = asyncio.create_task(dispatcher.take(1, owner=L))
     await asyncio.sleep(0)
     for _ in range(3):
@@ -444,3 +445,18 @@ def test_L23_a_budget_that_outruns_expiry_is_refused(store: Store) -> None:
 def test_a_mix_of_other_tasks_than_the_sources_is_refused(store: Store) -> None:
     with pytest.raises(ConfigError, match=r"tasks \['code'\], the sources \['math'\]"):
         _dispatcher(store, weights={"code": 1})
+
+
+def test_a_group_of_another_task_than_was_drawn_is_refused(store: Store) -> None:
+    async def main() -> None:
+        async with desk(store, run=False) as made:
+            (work,) = await made.dispatcher.draw("producer-0", 1)
+            made.traces.open("s", owner="producer-0")
+            member = Rollout("s", status=Status.COMPLETED, reward=1.0)
+            group = Group(work.uid, work.task, None, (member,))
+            with pytest.raises(BadGroup, match="is of task 'code', but was drawn of 'math'"):
+                await made.dispatcher.put(group.evolve(task="code"), owner="producer-0")
+            assert store.sessions.owner("s") == "producer-0"
+            assert await made.dispatcher.put(group, owner="producer-0") is Status.COMPLETED
+
+    run_virtual(main())

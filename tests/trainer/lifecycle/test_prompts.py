@@ -1,4 +1,4 @@
-"""The split of a batch over tasks, and prompts that are never skipped or doubled."""
+"""Prompts that are never skipped or doubled."""
 
 from __future__ import annotations
 
@@ -10,41 +10,8 @@ from hypothesis import strategies as st
 
 from tests.trainer.lifecycle.kit import Questions
 from trainer.errors import ConfigError
-from trainer.prompts import DrawnPrompt, PromptSampler, TaskMix
-
-weights = st.dictionaries(st.sampled_from("abcde"), st.integers(1, 9), min_size=1, max_size=5)
-
-
-@given(weights, st.integers(1, 16), st.integers(1, 60))
-def test_L31_every_batch_is_full_and_every_task_has_its_share_within_one(
-    shares: dict[str, int], batch: int, last: int
-) -> None:
-    mix = TaskMix(shares)
-    given_to = dict.fromkeys(shares, 0)
-    for step in range(1, last + 1):
-        split = mix.split(step, batch)
-        assert sum(split.values()) == batch
-        for task, count in split.items():
-            given_to[task] += count
-    for task, share in shares.items():
-        assert abs(given_to[task] - last * batch * share / sum(shares.values())) < 1
-
-
-@given(weights, st.integers(1, 16), st.integers(1, 10_000))
-def test_L31_the_split_is_a_function_of_the_train_step_alone(
-    shares: dict[str, int], batch: int, step: int
-) -> None:
-    assert TaskMix(shares).split(step, batch) == TaskMix(shares).split(step, batch)
-
-
-def test_L31_fractions_are_exact() -> None:
-    mix = TaskMix({"a": 0.75, "b": 0.25})
-    assert mix.split(1, 4) == {"a": 3, "b": 1}
-
-
-def test_a_task_without_weight_is_refused() -> None:
-    with pytest.raises(ConfigError, match="weight of task 'a' is 0"):
-        TaskMix({"a": 0})
+from trainer.pending import session_id
+from trainer.prompts import DrawnPrompt, PromptSampler
 
 
 def _drain(sampler: PromptSampler, task: str = "math") -> list[str]:
@@ -142,3 +109,21 @@ def test_L25_another_seed_or_a_missing_task_is_refused_on_resume() -> None:
         PromptSampler({"math": Questions(size=3)}, seed=2).load_json(saved)
     with pytest.raises(ConfigError, match=r"tasks \['math'\]"):
         PromptSampler({"code": Questions("code", size=3)}, seed=1).load_json(saved)
+
+
+@pytest.mark.parametrize(
+    ("task", "seed", "said"),
+    [
+        (5, 0, "the name of a task is 5 of type int; text is needed"),
+        ("\ud800", 0, "the name of a task is text that is no UTF-8"),
+        ("", 0, "names of tasks have 1 to 55 bytes"),
+        ("t" * 56, 0, "names of tasks have 1 to 55 bytes"),
+        ("math", {1}, "seed is a set"),
+    ],
+)
+def test_what_a_ticket_or_a_snapshot_could_not_carry_is_refused_at_once(
+    task: str, seed: int, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        PromptSampler({task: Questions()}, seed=seed)
+    assert session_id("r", f"{'t' * 55}-0", 0, 0), "the longest name has room"

@@ -12,13 +12,14 @@ import pytest
 
 from shmstore import NotOwner, Store
 from trainer.errors import (
+    BadGroup,
     ConfigError,
     LedgerError,
 )
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.replay import ReplayBuffer
 from trainer.replay import index as replay_index
-from trainer.rollout import Group, Rollout, Status
+from trainer.rollout import Group, Prompt, Rollout, Status
 from trainer.testing import make_segment, store_group
 from trainer.trace import TraceStore
 
@@ -273,6 +274,61 @@ async def test_a_lent_group_is_produced_once_however_often_it_is_handed_in(
     assert buffer.accounts.ledger.task("math").produced == 2
     report = (await buffer.take({"math": 1}, train_step=1, owner=L)).report.total
     assert (report.produced_samples, report.produced_tokens) == (2, 12)
+
+
+async def test_a_lent_group_that_is_put_again_as_another_is_refused_and_stays_lent(
+    store: Store, traces: TraceStore
+) -> None:
+    """It would be filed, and the books would break at its end."""
+    buffer = ReplayBuffer(store)
+    await _put(buffer, traces, "a", status=Status.ABORTED)
+    lent = buffer.lend("math", Status.ABORTED, owner=P)
+    assert lent is not None
+    first, second = (r.evolve(status=Status.COMPLETED) for r in lent.rollouts)
+    done = lent.with_rollouts([first, second])
+    strange = store_group(traces, "b")
+    for wrong, said in (
+        (
+            done.with_rollouts([first]),
+            r"the sessions of its rollouts changed from \['a-0', 'a-1'\]",
+        ),
+        (done.with_rollouts([first, first]), r"to \['a-0', 'a-0'\]; put it again as it was lent"),
+        (done.with_rollouts([first, second, strange.rollouts[0]]), "'a-1', 'b-0'"),
+        (done.evolve(task="code"), "its task changed from 'math' to 'code'"),
+        (done.evolve(prompt=Prompt("q", "math")), "its prompt changed from 'a' to 'q'"),
+        (done.evolve(uid="c"), "group 'c' has session 'a-0', which was lent in group 'a'"),
+        (
+            strange.with_rollouts([*strange.rollouts, first]),
+            "'b' has session 'a-0', which was lent",
+        ),
+    ):
+        for status in (Status.COMPLETED, Status.FAILED):
+            ended = wrong.with_rollouts([r.evolve(status=status) for r in wrong.rollouts])
+            with pytest.raises(BadGroup, match=said):
+                await buffer.put(ended, owner=P)
+        assert set(store.sessions.list(P)) == {"a-0", "a-1", "b-0", "b-1"}
+        buffer.check_books()
+    assert buffer.accounts.ledger.total.produced == 2
+    await buffer.put(done.evolve(prompt=None), owner=P)  # the buffer knows it
+    batch = await buffer.take({"math": 1}, train_step=1, owner=L)
+    assert batch.groups[0].prompt == lent.prompt
+    traces.release(batch.session_ids, owner=L)
+    buffer.check_books()
+
+
+async def test_a_lent_group_is_given_up_as_a_whole_whatever_is_left_of_it(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    await _put(buffer, traces, "a", status=Status.ABORTED)
+    lent = buffer.lend("math", Status.ABORTED, owner=P)
+    assert lent is not None
+    buffer.discard(lent.with_rollouts(lent.rollouts[:1]), owner=P)
+    assert len(store.sessions) == 0
+    assert buffer.accounts.ledger.total.cancelled == 2
+    buffer.check_books()
+    assert await _put(buffer, traces, "a") is Status.COMPLETED, "its sessions may be used again"
+    buffer.close()
 
 
 async def test_L26_a_lost_rollout_shows_in_the_books_with_every_counter(

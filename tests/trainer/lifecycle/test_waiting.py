@@ -11,13 +11,13 @@ import pytest
 
 from shmstore import NotOwner, Store
 from tests.trainer.lifecycle.kit import desk
-from trainer.errors import BadGroup, EndOfData, PartFailed, PutTimeout, TakeTimeout
+from trainer.errors import BadGroup, BufferClosed, EndOfData, PartFailed, PutTimeout, TakeTimeout
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.replay import ReplayBuffer
 from trainer.replay.waiting import Waiting
-from trainer.rollout import Group, Status
+from trainer.rollout import Group, Rollout, Status
 from trainer.staleness import StalenessBudget
-from trainer.testing import run_virtual, store_group
+from trainer.testing import make_segment, run_virtual, store_group
 from trainer.trace import TraceStore
 
 P, L = "producer-0", "learner"
@@ -450,3 +450,95 @@ async def test_L07_a_taker_that_dies_as_its_task_ends_is_told_of_its_death(store
     buffer.owner_died("learner")
     with pytest.raises(PartFailed, match="died while it waited"):
         await taking
+
+
+async def test_whoever_waits_when_the_buffer_is_closed_or_comes_later_is_told(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    _, putting = await _waits_for_room(buffer, traces)
+    second = await _begins(buffer.put(store_group(traces, "later"), owner=P))
+    taking = await _begins(buffer.take({"code": 1}, train_step=1, owner=L))
+    just_woken = await _begins(buffer.take({"math": 2}, train_step=1, owner=L))
+    buffer._file(store_group(traces, "b"), P)
+    assert buffer.close() == 4
+    useless = store_group(traces, "useless", status=Status.FAILED)
+    for ended in (putting, second, taking, just_woken, buffer.put(useless, owner=P)):
+        with pytest.raises(BufferClosed, match="the replay buffer is closed"):
+            await ended
+    with pytest.raises(BufferClosed):
+        buffer.lend("math", Status.ABORTED, owner=P)
+    with pytest.raises(BufferClosed):
+        await buffer.take({"math": 1}, train_step=1, owner=L)
+    assert buffer.describe() == []
+    assert set(store.sessions.list()) == set(store.sessions.list(P)), "each keeps what it has"
+    assert buffer.close() == 0
+    buffer.check_books()
+
+
+async def test_what_comes_back_to_a_closed_buffer_ends(store: Store, traces: TraceStore) -> None:
+    buffer = ReplayBuffer(store)
+    for uid, owner in (("a", L), ("b", "second")):
+        await _put(buffer, traces, uid)
+        await buffer.take({"math": 1}, train_step=1, owner=owner)
+    buffer.close()
+    assert buffer.owner_died(L) == (0, [])
+    store.sessions.transfer(["b-0", "b-1"], src="second", dst=buffer.owner)  # as its heir
+    assert buffer.reclaim() == 0
+    assert (len(buffer), len(store.sessions), buffer.held()) == (0, 0, {})
+    assert buffer.accounts.ledger.total.cancelled == 4
+    buffer.check_books()
+
+
+async def test_a_close_does_not_hide_of_what_the_run_died(store: Store, traces: TraceStore) -> None:
+    buffer = ReplayBuffer(store)
+    _, putting = await _waits_for_room(buffer, traces)
+    buffer.waiting.fail("engine", "exit code 1")
+    buffer.close()
+    with pytest.raises(PartFailed, match="engine failed: exit code 1"):
+        await putting
+    with pytest.raises(PartFailed, match="engine failed: exit code 1"):
+        await buffer.take({"math": 1}, train_step=1, owner=L)
+
+
+def test_a_draw_that_waits_when_the_buffer_is_closed_is_told(store: Store) -> None:
+    async def main() -> None:
+        async with desk(store, run=False) as made:
+            drawn = await made.dispatcher.draw(P, 100)
+            drawing = await _begins(made.dispatcher.draw("producer-1"))
+            made.buffer.close()
+            with pytest.raises(BufferClosed):
+                await drawing
+            assert await made.dispatcher.give_back(P) == len(drawn)
+
+    run_virtual(main())
+
+
+def test_a_hand_in_of_several_that_is_cancelled_leaves_none_of_them_in_line(store: Store) -> None:
+    """In the one turn for which it waits: what it began would be filed behind its caller's back."""
+
+    async def main() -> None:
+        async with desk(store, run=False) as made:
+            groups = []
+            for work in await made.dispatcher.draw(P, 3):
+                made.traces.open(work.uid, owner=P)
+                made.traces.insert(work.uid, make_segment(4))
+                member = Rollout(work.uid, status=Status.COMPLETED, reward=1.0)
+                groups.append(Group(uid=work.uid, task=work.task, rollouts=(member,)))
+            await made.dispatcher.put(groups[0], owner=P)
+            made.buffer.max_bytes = 1
+            handing_in = await _begins(made.dispatcher.put_all(groups[1:], owner=P))
+            await asyncio.sleep(0)
+            assert len(made.buffer.describe()) == 2, "both are in line"
+            handing_in.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await handing_in
+            await asyncio.sleep(0)
+            assert made.buffer.describe() == []
+            made.buffer.max_bytes = None
+            made.buffer.waiting.wake()
+            await asyncio.sleep(1)
+            assert len(made.buffer) == 1
+            assert await made.dispatcher.put_all(groups[1:], owner=P) == [Status.COMPLETED] * 2
+
+    run_virtual(main())

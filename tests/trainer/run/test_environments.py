@@ -16,6 +16,7 @@ from trainer.environment import Turn
 from trainer.environments import BadPrompts, ByTask, ToolLoop, build_environment, build_source
 from trainer.environments.tools import calls_in
 from trainer.errors import JudgeError, ToolError
+from trainer.prompts import prompt_problem
 from trainer.rollout import FinishReason, Prompt
 from trainer.user_code.targets import TargetError
 
@@ -227,6 +228,24 @@ def test_jsonl_prompts_are_split_whole_and_keep_their_other_fields(tmp_path: Pat
     assert len({p.uid for p in prompts}) == 40
 
 
+def test_line_separators_inside_of_jsonl_end_no_line(tmp_path: Path) -> None:
+    text = json.dumps({"prompt": "one\u2028two\x85three", "answer": 1}, ensure_ascii=False)
+    task = write(tmp_path, f"{text}\r\n{text}\n")
+    source = build_source(task, seed=0, held_out=False)
+    assert (source.size, source.prompt(0).text) == (2, "one\u2028two\x85three")
+
+
+def test_what_of_a_data_set_json_could_not_keep_becomes_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = build_source(gym(render="text"), seed=3, held_out=False)
+    item = {"question": "q", "answer": "a", "metadata": {"n": 1 << 70, "x": float("nan"), "m": 7}}
+    monkeypatch.setattr(source, "_dataset", {0: item})
+    prompt = source.prompt(0)
+    assert prompt.metadata == {"n": str(1 << 70), "x": "NaN", "m": 7}
+    assert prompt_problem(prompt) is None
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -235,6 +254,12 @@ def test_jsonl_prompts_are_split_whole_and_keep_their_other_fields(tmp_path: Pat
         ('{"prompt": "q", "answer": 1}\n{oops\n', "line 2: is not JSON"),
         ('{"prompt": 3, "answer": 1}\n', "line 1: prompt must be text"),
         ("[1]\n", "line 1: needs"),
+        ('{"prompt": "q\\ud800", "answer": 1}\n', r"line 1: \['prompt'\] is text that is no UTF-8"),
+        ('{"prompt": "q", "answer": NaN}\n', r"line 1: \['answer'\] is nan"),
+        ('{"prompt": "q", "answer": 1, "\\ud800": 2}\n', "line 1: has the key .* no UTF-8"),
+        (f'{{"prompt": "q", "answer": {1 << 64}}}\n', r"line 1: \['answer'\] is a whole number"),
+        ('{"prompt": "q", "answer": ' + "[" * 99 + "]" * 99 + "}", "nested deeper than 64"),
+        ("[" * 9999, "line 1: is not JSON: maximum recursion depth"),
     ],
 )
 def test_bad_jsonl_names_its_line(tmp_path: Path, text: str, words: str) -> None:

@@ -40,25 +40,12 @@ def compute_advantages(
     rloo, or `mean` without a baseline.
     """
     values = np.asarray(rewards, dtype=np.float64)
-    if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
+    if values.ndim != 1 or not len(values):
         raise ConfigError(f"rewards must be one finite number a rollout; given {rewards!r}")
-    if estimator == "mean":
-        if baseline is None:
-            raise ConfigError("estimator `mean` needs baseline=, the mean reward of the batch")
-        return np.asarray(values - baseline, dtype=np.float32)
-    if estimator not in ("grpo", "dr_grpo", "rloo"):
-        raise ConfigError(f"estimator is {estimator!r}; allowed are grpo, dr_grpo, rloo, mean")
-    size = len(values)
-    if estimator == "rloo" and size < 2:
-        raise ConfigError("rloo compares a rollout with the others of its group; it has none")
-    if is_degenerate(values):
-        return np.zeros(size, dtype=np.float32)
-    centred = values - values.mean()
-    if estimator == "grpo":
-        centred /= values.std(ddof=1) + _DEVIATION_EPSILON
-    if estimator == "rloo":
-        centred *= size / (size - 1)
-    return np.asarray(centred, dtype=np.float32)
+    if estimator == "mean" and baseline is None:
+        raise ConfigError("estimator `mean` needs baseline=, the mean reward of the batch")
+    advantages: NDArray[np.float32] = _of_groups(values[None], estimator, baseline or 0.0)[0]
+    return advantages
 
 
 def batch_advantages(
@@ -67,7 +54,31 @@ def batch_advantages(
     """`compute_advantages` of each group of a batch; gives `mean` its baseline."""
     values = [np.asarray(group, dtype=np.float64) for group in groups]
     baseline = float(np.concatenate(values).mean()) if values else 0.0
+    if len({group.shape for group in values}) == 1 and values[0].ndim == 1 and len(values[0]):
+        return list(_of_groups(np.stack(values), estimator, baseline))
     return [compute_advantages(group, estimator, baseline=baseline) for group in values]
+
+
+def _of_groups(
+    values: NDArray[np.float64], estimator: Estimator, baseline: float
+) -> NDArray[np.float32]:
+    """Of groups of one size, a row each."""
+    if not np.isfinite(values).all():
+        raise ConfigError(f"rewards must be one finite number a rollout; given {values.tolist()}")
+    if estimator == "mean":
+        return np.asarray(values - baseline, dtype=np.float32)
+    if estimator not in ("grpo", "dr_grpo", "rloo"):
+        raise ConfigError(f"estimator is {estimator!r}; allowed are grpo, dr_grpo, rloo, mean")
+    size = values.shape[1]
+    if estimator == "rloo" and size < 2:
+        raise ConfigError("rloo compares a rollout with the others of its group; it has none")
+    centred = values - values.mean(axis=1, keepdims=True)
+    if estimator == "grpo" and size > 1:
+        centred /= values.std(axis=1, ddof=1, keepdims=True) + _DEVIATION_EPSILON
+    if estimator == "rloo":
+        centred *= size / (size - 1)
+    centred[(values == values[:, :1]).all(axis=1)] = 0.0
+    return np.asarray(centred, dtype=np.float32)
 
 
 def is_degenerate(rewards: ArrayLike) -> bool:

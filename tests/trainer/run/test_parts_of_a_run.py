@@ -22,10 +22,9 @@ from trainer.config import load
 from trainer.errors import EngineError, SnapshotError, SnapshotVersion
 from trainer.fit import _Run, open_sources
 from trainer.replay import REPLAY_OWNER
-from trainer.rollout import Group
 from trainer.run.display import QuietDisplay
 from trainer.run.driver import Driver
-from trainer.run.learner_actor import LEARNER_OWNER, LearnerReady
+from trainer.run.learner_actor import LEARNER_OWNER, BatchRows, LearnerReady
 from trainer.run.learner_link import LearnerLink, StateLost
 from trainer.run.producer_link import ProducerLink
 from trainer.run.summary import Summary
@@ -50,8 +49,8 @@ class _Learner:
 
         return SimpleNamespace(using=lambda **_: start)
 
-    async def train(self, groups: list[Group], train_step: int, publish: bool) -> Any:
-        ids = [sid for group in groups for sid in group.session_ids]
+    async def train(self, batch: BatchRows, train_step: int, publish: bool) -> Any:
+        ids = batch.sessions
         self.batches.append(ids)
         if len(self.batches) == 1:
             if self._released:

@@ -2,6 +2,7 @@
 // store.h.
 
 #include <limits>
+#include <set>
 #include <vector>
 
 #include "bindings_store.h"
@@ -134,10 +135,16 @@ nb::list owners(StoreCore& core, const nb::list& ids) {
   return list;
 }
 
-std::uint64_t bytes_of(StoreCore& core, const nb::list& ids) {
-  const auto texts = parse_sessions(ids);
+std::uint64_t nbytes(StoreCore& core, const nb::list& ids) {
+  const StoreCore::Use store(core);
+  std::set<Ref> seen;
+  std::vector<Entry> entries;
   std::uint64_t bytes = 0;
-  require(StoreCore::Use(core)->sessions_bytes(texts, bytes));
+  for (std::string_view id : parse_sessions(ids)) {
+    require(store->objects(id, entries));
+    for (const Entry& entry : entries)
+      if (seen.insert(entry.ref).second) bytes += value_bytes(*store, entry.ref);
+  }
   return bytes;
 }
 
@@ -193,7 +200,7 @@ void bind_sessions(nb::class_<StoreCore>& type) {
       .def("session_release_owned", &release_owned, arg("owner").none())
       .def("session_owner", &owner, arg("session").none())
       .def("session_owners", &owners, arg("sessions"))
-      .def("session_nbytes", &bytes_of, arg("sessions"))
+      .def("session_nbytes", &nbytes, arg("sessions"))
       .def("session_list", &list, arg("owner").none())
       .def("session_contains", &contains, arg("session").none())
       .def("session_count", &count)

@@ -237,9 +237,6 @@ class Store {
   Status release_owned(std::string_view owner, std::vector<std::string>& released);
   Status owner(std::string_view id, std::string& out);  // session_released if gone
   Status owners(std::span<const std::string_view> ids, std::vector<std::string>& out);  // "": gone
-  // Bytes of the objects in these sessions together, each object once; session_released if one is
-  // gone.
-  Status sessions_bytes(std::span<const std::string_view> ids, std::uint64_t& out);
   Status contains(std::string_view id, bool& out);
   Status list(std::string_view owner, std::vector<std::string>& out);  // "": of all owners;
                                                                        // oldest first per owner

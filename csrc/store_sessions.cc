@@ -257,25 +257,6 @@ Status Store::owners(std::span<const std::string_view> ids, std::vector<std::str
   });
 }
 
-Status Store::sessions_bytes(std::span<const std::string_view> ids, std::uint64_t& out) {
-  out = 0;
-  return call([&](ProcessArena& process, Arena& arena) {
-    if (Status s = check_ids(ids); s != Status::ok) return s;
-    sweep_sometimes(process);
-    std::unordered_set<std::uint32_t> seen;
-    ReadLock const lock(arena);
-    for (std::string_view id : ids) {
-      std::uint32_t const session = find_session(arena, id);
-      if (session == kNil) return gone(id);
-      for_each_attachment(arena, arena.session(session), [&](std::uint32_t, std::uint32_t node) {
-        std::uint32_t const object = arena.attachment(node).object.get();
-        if (seen.insert(object).second) out += size_of(arena.object(object));
-      });
-    }
-    return Status::ok;
-  });
-}
-
 Status Store::contains(std::string_view id, bool& out) {
   out = false;
   return call([&](ProcessArena& process, Arena& arena) {

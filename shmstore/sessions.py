@@ -95,7 +95,7 @@ class Sessions:
         return self._core.session_owners(_ids(sessions))
 
     def nbytes(self, sessions: Iterable[str]) -> int:
-        """Bytes of their objects together, each object once. SessionReleased when one is gone."""
+        """Bytes of the values in them, each once. SessionReleased when one is gone."""
         return self._core.session_nbytes(_ids(sessions))
 
     def list(self, owner: str | None = None) -> builtins.list[str]:

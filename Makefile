@@ -9,7 +9,7 @@ CTEST   ?= build/ctest
 # cmake and ninja of .venv if it has them, as the tests do, so that one does not rebuild what the other has built.
 CMAKE   := env PATH="$(abspath $(VENV)/bin):$$PATH" cmake
 
-.PHONY: install demo test test-slow check bench bench-peers gpu-check core ctest bench-core aarch64-check crash soak soak-train sanitize simulate
+.PHONY: install demo test test-slow test-trl check bench bench-peers gpu-check core ctest bench-core aarch64-check crash soak soak-train sanitize simulate
 
 install: $(STAMP)
 
@@ -97,6 +97,11 @@ test: install
 # SmolLM2-135M, dense and up-cycled, end to end: ten minutes and 12 GB of memory.
 test-slow: install
 	$(PY) -m pytest -m slow
+
+# Our losses beside those of TRL on the same batch; puts `trl` and `datasets` into .venv.
+test-trl: install
+	$(PIP) install -q -c constraints.txt -c bench/peers/requirements.txt trl datasets
+	$(PY) -m pytest tests/trainer/model/test_trl.py
 
 bench: install bench-core
 	$(PY) -m bench store

@@ -19,6 +19,7 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +40,20 @@ log = logging.getLogger("actors")
 _EXIT_ORPHANED = 70
 
 
-def warm_up(preload: list[str]) -> None:
-    """In the template: import what every actor needs, so that children share those pages."""
+def warm_up(preload: list[str], tell: Callable[[str], None]) -> None:
+    """In the template: import what every actor needs, so that children share those pages. `tell`
+    is told before each, and with nothing at the end: an import may take the process with it.
+    """
     with contextlib.suppress(ImportError):
         importlib.import_module("uvloop")
     for name in preload:
+        tell(name)
         try:
             importlib.import_module(name)
-        except Exception as error:  # whoever needs it imports it again, and its owner hears why not
+        except (Exception, SystemExit) as error:
+            # Whoever needs it imports it again, and its owner hears why not.
             print(f"actors: could not be preloaded: {name}: {error!r}", file=sys.stderr)
+    tell("")
 
 
 def main(request: dict[str, Any], fds: list[int]) -> int:

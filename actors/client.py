@@ -132,11 +132,6 @@ class Client:
             raise UsageError(f"restart is an actors.Restart(max=, within=), got {restart!r}")
         if name is not None:
             check_name("the name of an actor", name)
-        if env is not None and not isinstance(env, Mapping):
-            raise UsageError(f"env maps text to text, got {env!r}")
-        for key, value in (env or {}).items():
-            if not isinstance(key, str) or not isinstance(value, str):
-                raise UsageError(f"env maps text to text, got {key!r}: {value!r}")
         if cwd is not None and not Path(cwd).is_dir():
             raise UsageError(f"cwd must be a directory that exists, got {os.fspath(cwd)!r}")
         return Spec(
@@ -147,7 +142,7 @@ class Client:
             restart=restart,
             gpus=gpus,
             cpus=cpus,
-            env=tuple((env or {}).items()),
+            env=tuple(check_env(env).items()),
             cwd=os.fspath(cwd) if cwd is not None else None,
             log=os.path.abspath(log) if log is not None else None,
             memory_bytes=_bytes_of(memory) if memory is not None else 0,
@@ -259,6 +254,24 @@ def _bytes_of(size: int | str) -> int:
 
 
 _OTHER_WORDS = {"num_gpus": "gpus=", "num_cpus": "cpus=", "max_restarts": "restart="}
+
+
+def check_env(env: Mapping[str, str] | None) -> dict[str, str]:
+    """Variables that a process can have. Raises UsageError for others."""
+    if env is not None and not isinstance(env, Mapping):
+        raise UsageError(f"env maps text to text, got {env!r}")
+    for key, value in (env or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise UsageError(f"env maps text to text, got {key!r}: {value!r}")
+        try:
+            fits = key and "=" not in key and b"\0" not in os.fsencode(key) + os.fsencode(value)
+        except UnicodeEncodeError:
+            fits = False
+        if not fits:
+            raise UsageError(
+                f"env has a name or value that no process can have: {key!r}: {value!r}"
+            )
+    return dict(env or {})
 
 
 def _check_words(cls: type, kwargs: Mapping[str, Any]) -> None:

@@ -1,8 +1,17 @@
 """The run's directory: sockets and a lock, readable by our user only.
 
 Owns `/tmp/shmrl-UID/NAME`: mode 0700, one per live run, with the lock that tells a live run from
-debris; each new run removes the debris. Who makes or removes one holds the lock of them all for
-that moment. Called by `runtime` in the driver and by `top` from outside.
+debris; each new run removes the debris. Called by `runtime` in the driver and by `top` from
+outside.
+
+Nobody waits for anybody here, and a process may be stopped or killed between any two steps:
+
+- A directory is made under another name, its lock taken, and only then given its own, in one step.
+  So one that is seen is locked for as long as its driver lives, and never lives again after that.
+- The driver alone takes the lock exclusively; whoever looks takes it shared, and keeps that while
+  it removes what is in there. So no looker is taken for a driver.
+- Contents are removed from the directory that was looked at, whatever its name leads to by then.
+  The directory itself goes by name, and only if it is empty, which that of a live run never is.
 """
 
 from __future__ import annotations
@@ -12,8 +21,10 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +33,12 @@ from .errors import RunExists, RuntimeClosed, UsageError
 __all__ = ["RunDir", "check_name", "live_runs", "runs_root", "status_socket", "sweep"]
 
 _STATUS_SOCKET = "status.sock"
-_LOCK_OF_ALL = ".lock"
+_LOCK = "lock"
+_DRAFT = ".new-"
+_TRIES_MAX = 100
+"""Each needs somebody else who makes or removes a directory in that very moment."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def check_name(what: str, name: str) -> str:
@@ -58,100 +73,42 @@ class RunDir:
 
     def __init__(self, name: str) -> None:
         self.path = runs_root() / check_name("the name of a run", name)
-        with _alone():
-            self._make(name)
-            with contextlib.suppress(OSError):  # what of the dead cannot go stops no new run
-                _sweep()
-
-    def _make(self, name: str) -> None:
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(self._lock, 32, 0).decode().strip()
-            os.close(self._lock)
-            raise RunExists(
-                f"a run named {name!r} is alive (driver process {owner or 'unknown'}); choose"
-                " another name, or stop it"
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-        for leftover in self.path.glob("*.sock"):  # of a run that was killed
-            leftover.unlink(missing_ok=True)
+        self._folder, self._lock = _make(self.path)
+        sweep()
 
     def socket_path(self, name: str) -> str:
         """Where a process of the run listens; a directory that somebody removed is made again."""
-        runs_root()
-        self.path.mkdir(mode=0o700, exist_ok=True)
+        if not _is_at(self._folder, self.path):
+            self._close()
+            self._folder, self._lock = _make(self.path)
         return str(self.path / f"{name}.sock")
 
     def remove(self, *, keep_sockets: bool = False) -> None:
         """Take the directory away; with detached actors alive only the lock is given up."""
-        if not keep_sockets:
-            _remove(self.path)
+        try:
+            if not keep_sockets:
+                _clear(self._folder, self.path)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        os.close(self._folder)
         os.close(self._lock)
 
 
 def sweep() -> list[str]:
     """Remove the directories of runs that are dead; returns their names."""
-    with _alone():
-        return _sweep()
-
-
-def _sweep() -> list[str]:
     removed = []
     for path in runs_root().iterdir():
-        with _lock_of_the_dead(path) as dead:
+        with _looked_at(path) as found:
             # A detached actor may live there still.
-            if dead and not any(map(_listens, path.glob("a*.sock"))):
-                _remove(path)
-                removed.append(path.name)
+            if found is None or found.lives or found.has_listeners():
+                continue
+            with contextlib.suppress(OSError):  # what cannot go keeps nobody from anything
+                found.clear()
+                if not path.name.startswith(_DRAFT):
+                    removed.append(path.name)
     return removed
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """One process at a time makes or removes directories: nobody removes one that is being made."""
-    lock = os.open(runs_root() / _LOCK_OF_ALL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-@contextlib.contextmanager
-def _lock_of_the_dead(folder: Path) -> Iterator[bool]:
-    """True, and the run's lock is ours meanwhile, when its driver is gone."""
-    try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        yield False  # not ours to judge, or the lock of all
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        yield False
-    else:
-        yield True
-    finally:
-        os.close(lock)
-
-
-def _remove(folder: Path) -> None:
-    """Sockets, the lock and the folder; there is nothing else in it. It may be gone already."""
-    with contextlib.suppress(FileNotFoundError):
-        for path in folder.iterdir():
-            path.unlink(missing_ok=True)
-        folder.rmdir()
-
-
-def _listens(path: Path) -> bool:
-    """True when a process accepts links at this socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(str(path)) in (0, errno.EAGAIN)
 
 
 def live_runs() -> list[str]:
@@ -159,11 +116,6 @@ def live_runs() -> list[str]:
     return sorted(
         p.parent.name for p in runs_root().glob(f"*/{_STATUS_SOCKET}") if _lives(p.parent)
     )
-
-
-def _lives(folder: Path) -> bool:
-    with _lock_of_the_dead(folder) as dead:
-        return not dead
 
 
 def status_socket(name: str) -> Path:
@@ -175,3 +127,169 @@ def status_socket(name: str) -> Path:
             f"no run named {name!r} is alive; alive: {', '.join(live) if live else 'none'}"
         )
     return path
+
+
+# ---- making ------------------------------------------------------------------------------------
+
+
+def _make(path: Path) -> tuple[int, int]:
+    """Descriptors of a new directory of that name and of its lock. Raises RunExists."""
+    draft, folder, lock = _draft()
+    try:
+        for _ in range(_TRIES_MAX):
+            try:
+                draft.rename(path)  # takes the place of an empty directory, and of no other
+                return folder, lock
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            with _looked_at(path) as found:
+                if found is None:
+                    continue
+                if found.lives:
+                    raise RunExists(
+                        f"a run named {path.name!r} is alive (driver process {found.driver});"
+                        " choose another name, or stop it"
+                    )
+                found.clear()
+        raise OSError(errno.ENOTEMPTY, "something is put there again and again")
+    except OSError as error:
+        _give_up(draft, folder, lock)
+        raise UsageError(
+            f"{path} cannot be made: {error.strerror or error}; remove it, or choose another name"
+            " for the run"
+        ) from error
+    except BaseException:
+        _give_up(draft, folder, lock)
+        raise
+
+
+def _draft() -> tuple[Path, int, int]:
+    """A directory under a name of no run, with its lock taken."""
+    for _ in range(_TRIES_MAX):
+        draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=runs_root()))
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # a sweep was faster
+            folder = os.open(draft, _OPEN_FOLDER)
+            lock = -1
+            try:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                lock = os.open(_LOCK, flags, 0o600, dir_fd=folder)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(lock, draft / _LOCK):  # and stays so: nobody else gets the lock now
+                    os.pwrite(lock, str(os.getpid()).encode(), 0)
+                    return draft, folder, lock
+            except BaseException:
+                os.close(folder)
+                if lock >= 0:
+                    os.close(lock)
+                raise
+            os.close(folder)
+            os.close(lock)
+    raise UsageError(f"{runs_root()}: what is made there is removed again and again")
+
+
+def _give_up(draft: Path, folder: int, lock: int) -> None:
+    _clear(folder, draft)
+    os.close(folder)
+    os.close(lock)
+
+
+# ---- looking, and removing ---------------------------------------------------------------------
+
+
+class _Found:
+    """A directory as it was found. `lock`: held shared; None: somebody has it, or it has none."""
+
+    def __init__(self, path: Path, folder: int, lock: int | None) -> None:
+        self.path = path
+        self._folder = folder
+        self._lock = lock
+        self.driver = "unknown"
+        self.lives = False
+        if lock is None:
+            self.lives = not path.name.startswith(_DRAFT) and self.has_listeners(every=True)
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lives = True
+            self.driver = os.pread(lock, 32, 0).decode() or self.driver
+
+    def has_listeners(self, *, every: bool = False) -> bool:
+        """Whether a process accepts links there; `every`: not only one of a detached actor."""
+        names = [name for name in os.listdir(self._folder) if name.endswith(".sock")]
+        return any(
+            _listens(f"/proc/self/fd/{self._folder}/{name}")
+            for name in names
+            if every or name.startswith("a")
+        )
+
+    def clear(self) -> None:
+        """Remove it. A draft that has no lock yet is only removed while it is empty."""
+        if self._lock is None and self.path.name.startswith(_DRAFT):
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+        else:
+            _clear(self._folder, self.path)
+
+
+@contextlib.contextmanager
+def _looked_at(path: Path) -> Iterator[_Found | None]:
+    """None when there is no such directory."""
+    try:
+        folder = os.open(path, _OPEN_FOLDER)
+    except OSError:  # gone, a file, a link, somebody else's
+        yield None
+        return
+    lock = None
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        yield _Found(path, folder, lock)
+    finally:
+        os.close(folder)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lives(path: Path) -> bool:
+    with _looked_at(path) as found:
+        return found is not None and found.lives
+
+
+def _clear(folder: int, path: Path) -> None:
+    """Everything in the directory, the lock last, and then the directory, if `path` still leads to
+    it: that of another run is not empty. Others may be at it as well.
+    """
+    for name in os.listdir(folder):
+        if name != _LOCK:
+            _remove(name, folder)
+    _remove(_LOCK, folder)
+    try:
+        path.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+
+
+def _remove(name: str, folder: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            os.unlink(name, dir_fd=folder)
+        except IsADirectoryError:
+            shutil.rmtree(name, dir_fd=folder)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether `path` leads to what the descriptor is of."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _listens(path: str) -> bool:
+    """True when a process accepts links at this socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(path) in (0, errno.EAGAIN)

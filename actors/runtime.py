@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from .client import Client
+from .client import Client, check_env
 from .context import ActorContext
 from .errors import RuntimeClosed, UsageError
 from .hub import Hub
@@ -42,9 +42,9 @@ class Runtime(Client):
     `cpus`: cores that may be handed out. `transport`: between actors, Unix sockets, or ZeroMQ with
     CURVE over tcp on the loopback. `preload`: modules that are imported once, in the template, so
     that each actor starts with them, also after a death; their import may start no thread and touch
-    no device. `env`: variables that all actors start with, set before those imports. `tracing`:
-    OpenTelemetry spans around calls. `log_dir`: one file an actor. `metrics_port`: Prometheus text
-    over HTTP on this machine's loopback.
+    no device; one that raises is left to whoever imports it next. `env`: variables that all actors
+    start with, set before those imports. `tracing`: OpenTelemetry spans around calls. `log_dir`:
+    one file an actor. `metrics_port`: Prometheus text over HTTP on this machine's loopback.
     `on_escalation`: called when an actor of the driver has died too often. Times in seconds.
     """
 
@@ -82,8 +82,8 @@ class Runtime(Client):
         if transport not in ("unix", "tcp"):
             raise UsageError(f'transport is "unix" or "tcp", got {transport!r}')
         self._transport = transport
-        self._preload = (*(["shmstore"] if store is not None else []), *preload)
-        self._env = dict(env or {})
+        self._preload = (*(["shmstore"] if store is not None else []), *_check_preload(preload))
+        self._env = check_env(env)
         self._tracing = Tracing() if tracing else None
         self._stop_timeout_s = stop_timeout
         self._on_escalation = on_escalation
@@ -206,6 +206,13 @@ class Runtime(Client):
             Store.unlink(self.name)
         if self._rundir is not None:
             self._rundir.remove(keep_sockets=keep_sockets)
+
+
+def _check_preload(names: Sequence[str]) -> Sequence[str]:
+    if not isinstance(names, (list, tuple)) or not all(n and isinstance(n, str) for n in names):
+        hint = f"; did you mean [{names!r}]?" if isinstance(names, str) else ""
+        raise UsageError(f"preload is a list of names of modules, got {names!r}{hint}")
+    return names
 
 
 def run(main: Coroutine[Any, Any, T], *, debug: bool = False) -> T:

@@ -52,6 +52,7 @@ class Spawner:
         self._pids: set[int] = set()
         self._sending = asyncio.Lock()  # one request at a time waits for room in the socket
         self._room: asyncio.Future[None] | None = None  # what it waits for
+        self._importing = ""  # what the template imports, in advance
 
     def start(self) -> None:
         """Start the template; it warms up while the driver goes on."""
@@ -68,7 +69,7 @@ class Spawner:
                 start_new_session=True,  # Ctrl-C in a terminal is for the driver alone
             )
         ours.setblocking(False)
-        self._sock = ours
+        self._sock, self._importing = ours, ""
         self._loop.add_reader(ours.fileno(), self._on_readable)
 
     async def fork(self, request: dict[str, Any], fds: list[int]) -> int:
@@ -108,8 +109,8 @@ class Spawner:
                         raise SpawnFailed(
                             f"the template process could not be asked: {error.strerror}"
                         ) from error
-                    self._on_gone()
-        raise TemplateDied("the template process died; spawn again")
+                    self._on_readable()  # what it said before; at its end we know that it died
+        raise self._template_died()
 
     async def _wait_for_room(self, sock: socket.socket) -> None:
         """Until the socket may take more, or is ours no longer."""
@@ -137,13 +138,17 @@ class Spawner:
                 data = self._sock.recv(_MESSAGE_BYTES)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # it left requests unread; what it said before is still to be read
             except OSError:
                 data = b""
             if not data:
                 self._on_gone()
                 return
             message = json.loads(data)
-            if "forked" in message:
+            if "importing" in message:
+                self._importing = message["importing"]
+            elif "forked" in message:
                 self._pids.add(message["pid"])
                 forked = self._forking.pop(message["forked"], None)
                 if forked is not None and not forked.done():
@@ -170,10 +175,18 @@ class Spawner:
             self._process = None
         for forked in self._forking.values():
             if not forked.done():
-                forked.set_exception(TemplateDied("the template process died; spawn again"))
+                forked.set_exception(self._template_died())
         for pid in list(self._pids):
             self._pids.discard(pid)
             self._loop.call_soon(self._on_exit, pid, None)
+
+    def _template_died(self) -> TemplateDied:
+        if not self._importing:
+            return TemplateDied("the template process died; spawn again")
+        return TemplateDied(
+            f"the template process died while it imported {self._importing!r}, which preload names;"
+            " leave that to the actors that need it"
+        )
 
     def kill_group(self, pid: int) -> None:
         """SIGKILL to an actor and everything that it started."""

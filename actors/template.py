@@ -36,10 +36,16 @@ def main(fd: int, preload: list[str]) -> None:
     libc.prctl(_PR_SET_NAME, b"shmrl-template")
     from . import child
 
-    child.warm_up(preload)
+    child.warm_up(preload, lambda name: _send(sock, {"importing": name}))
     gc.collect()
     gc.freeze()  # what is here now stays shared with the children
     _Template(sock, libc).serve()
+
+
+def _send(sock: socket.socket, message: dict[str, Any]) -> None:
+    # A driver that is gone does not hear it: the next poll says so, and ends us.
+    with contextlib.suppress(OSError):
+        sock.send(json.dumps(message).encode())
 
 
 class _Template:
@@ -88,7 +94,7 @@ class _Template:
             os.close(fd)
         if pid > 0:
             self._children[pid] = bool(request["detached"])
-        self._send(answer)
+        _send(self._sock, answer)
         return True
 
     def _become_actor(self, request: dict[str, Any], fds: list[int]) -> None:
@@ -131,12 +137,7 @@ class _Template:
             self._children.pop(pid, None)
             # What it had started itself: here and not only in the driver, which may be dead.
             kill_group(pid)
-            self._send({"exited": pid, "code": os.waitstatus_to_exitcode(status)})
-
-    def _send(self, message: dict[str, Any]) -> None:
-        # A driver that is gone does not hear it: the next poll says so, and ends us.
-        with contextlib.suppress(OSError):
-            self._sock.send(json.dumps(message).encode())
+            _send(self._sock, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _kill_all(self) -> None:
         """The driver is gone: take everything of the run with it."""

@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     remove = command("rm", _rm, "unlink an arena")
     remove.add_argument("name")
     remove.add_argument("--force", action="store_true", help="also one that a live process uses")
-    command("doctor", _doctor, "find what dead runs left").add_argument(
-        "--clean", action="store_true", help="remove it"
-    )
+    found = command("doctor", _doctor, "find what dead runs left")
+    found.add_argument("--clean", action="store_true", help="remove it")
+    found.epilog = "Exit status 1: something was found, and is still there."
     return parser
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "CheckpointFailed", "read_checkpoint", "write_checkpoint"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class CheckpointFailed(TrainerError):
@@ -68,7 +68,7 @@ async def write_checkpoint(
     except (OSError, SnapshotError) as error:
         raise CheckpointFailed(
             f"the checkpoint of step {train_step} could not be written to {folder.checkpoints}: "
-            f"{error}; the one before is untouched"
+            f"{error}"
         ) from error
     finally:
         if not written:

@@ -3,8 +3,9 @@
 Owns nothing but that; the only file that may read environment variables. Heavy imports happen
 inside the command that needs them, so that `shmrl store ls` answers at once.
 
-Exit statuses: 0 done; 1 the run or command failed; 2 usage or configuration; 3 something of the
-run was left in the arena (its owners are printed); 130 interrupted (Ctrl-C).
+Exit statuses: 0 done; 1 the run or command failed, or what looks for faults (`doctor`, `store
+check`) has found one, as `diff` and `grep` say it; 2 usage or configuration; 3 something of the run
+was left in the arena (its owners are printed); 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -158,7 +159,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(command=_eval)
 
     doctor = commands.add_parser(
-        "doctor", help="find what dead runs left behind; check this machine"
+        "doctor",
+        help="find what dead runs left behind; check this machine",
+        epilog="Exit status: 0 nothing is left behind and every arena is sound; 1 something was "
+        "found, and is still there (debris without --clean, an arena that is unsound).",
     )
     doctor.add_argument("--clean", action="store_true", help="remove arenas without a live process")
     doctor.add_argument("--json", action="store_true")

@@ -2,7 +2,8 @@
 
 Owns the report only: arenas are found and removed by `shmstore`, socket folders by `actors`.
 Promises: without `--clean` it changes nothing; with it, it removes only what belongs to no live
-process. Exit status 1 while debris remains. Called by `trainer.cli`.
+process. Exit status 1, as of `diff`: something was found and is still there. Called by
+`trainer.cli`.
 """
 
 from __future__ import annotations

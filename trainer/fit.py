@@ -1,9 +1,10 @@
 """One run, from an empty arena to an empty arena.
 
-Owns the order of things in the driver's process: arena, processes, prompts and buffer, the
-training loop, and at the end, however it comes, letting everything go and saying what is left
-(lifecycle L26, L27). The loop is `trainer.run.driver`'s, the answers to deaths are the links', the
-books are the ledger's.
+Owns the order of things in the driver's process: arena, processes, the training loop, and at the
+end, however it comes, letting everything go (lifecycle L26, L27). What the run stands on is made by
+`trainer.run.opening`, its processes by `trainer.run.wiring`; the loop is `trainer.run.driver`'s,
+the answers to deaths are the links', the books are the ledger's, the last words
+`trainer.run.ending`'s.
 
 `run_blocking` is what the command line calls; `fit` is for people with a loop of their own. Both
 return a `Summary`, also when the run failed: `summary.exit` is the exit status and `summary.error`
@@ -13,25 +14,18 @@ says why.
 from __future__ import annotations
 
 import asyncio
-import signal
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import actors
 from shmstore import Store, StoreError
-from trainer import snapshot
 from trainer.checkpoint import Checkpoint, read_checkpoint
-from trainer.config import Config
-from trainer.dispatch import DispatchConfig, Dispatcher
-from trainer.environments import PromptSource, build_source
-from trainer.errors import NoProgress, TrainerError
-from trainer.expiry import Expiry, ExpiryAction
-from trainer.ledger import ENDS
+from trainer.dispatch import Dispatcher
+from trainer.errors import TrainerError
 from trainer.metrics import MetricsWriter, tensorboard_missing
-from trainer.prompts import PromptSampler
-from trainer.replay import ReplayBuffer
+from trainer.run import ending
 from trainer.run.desk import ProgressBoard, RemoteDesk
 from trainer.run.display import Display, QuietDisplay, make_display
 from trainer.run.driver import Driver
@@ -39,30 +33,15 @@ from trainer.run.folder import RunFolder
 from trainer.run.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
 from trainer.run.learner_link import StateLost
 from trainer.run.learner_state import STATE_OWNER
-from trainer.run.plot import plot_rewards
-from trainer.run.summary import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_LEFTOVERS,
-    EXIT_OK,
-    ArenaLeft,
-    Summary,
-)
-from trainer.run.watchdog import Watchdog
+from trainer.run.opening import open_arena, open_dispatcher, open_sources
+from trainer.run.signals import handlers_put_back, stop_by_signals
+from trainer.run.summary import Summary
+from trainer.run.watchdog import Alarm
 from trainer.run.wiring import PRODUCER_OWNER, Parts, open_parts
-from trainer.shares import TaskMix
-from trainer.staleness import StalenessBudget
 
 T = TypeVar("T")
 
-__all__ = ["fit", "open_arena", "open_sources", "run_blocking"]
-
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, a scheduler's request, a terminal that was closed."""
-_BATCHES_AHEAD_MAX = 8
-"""Batches that may be ready or in production, however fresh; bounds buffer and prompts under
-way.
-"""
+__all__ = ["fit", "run_blocking"]
 
 
 def run_blocking(
@@ -74,47 +53,15 @@ def run_blocking(
     gpus: what CUDA calls the devices that the run may use; None: those of the machine.
     """
     display = make_display(table_rows=folder.config().metrics.table_rows, quiet=quiet)
-    before = {number: signal.getsignal(number) for number in _STOPPING}
-    try:
+    with handlers_put_back(), contextlib.closing(display):
         return actors.run(_with_signals(folder, resume, display, gpus))
-    finally:
-        display.close()
-        for number, handler in before.items():
-            if handler is not None:  # one that was installed from C cannot be put back
-                signal.signal(number, handler)
 
 
 async def _with_signals(
     folder: RunFolder, resume: bool, display: Display, gpus: Sequence[str] | None
 ) -> Summary:
-    stop = asyncio.Event()
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-
-    def interrupt(name: str) -> None:
-        if task.cancelling():
-            display.note(
-                f"{name}: it is ending; what the arena and the processes hold is let go of"
-            )
-        elif stop.is_set():
-            task.cancel()
-        else:
-            stop.set()
-            told = "ends after the step under way, if any; once more ends it at once"
-            display.note(f"{name}: {told}")
-
-    # `nohup` has asked for the terminal's end to be ignored.
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    stopping = [number for number in _STOPPING if not (ignored and number == signal.SIGHUP)]
-    for number in stopping:
-        loop.add_signal_handler(number, interrupt, number.name)
-    try:
+    with stop_by_signals(display.note) as stop:
         return await fit(folder, resume=resume, display=display, stop=stop, gpus=gpus)
-    finally:
-        for number in stopping:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)
 
 
 async def fit(
@@ -172,21 +119,16 @@ class _Run:
             summary.interrupted = self.stop.is_set()
         except asyncio.CancelledError:
             summary.interrupted = True
-            kept = self.folder.latest_checkpoint()
-            summary.error = "ended at once, by a second Ctrl-C or a cancellation; " + (
-                f"the checkpoint of step {kept[0]} is whole, and `shmrl resume` goes on from it"
-                if kept
-                else "there is no checkpoint, so `shmrl resume` begins again"
-            )
+            summary.error = ending.ended_at_once(self.folder)
         except (*_EXPECTED, ExceptionGroup) as error:
             first = _first(error)
             if not isinstance(first, _EXPECTED):
                 raise
-            summary.error = f"{type(first).__name__}: {first}"
+            summary.error = ending.failed(self.folder, first)
         summary.restarts = dict(self._deaths)
         summary.settle()
-        summary.exit = _exit_status(summary)
-        self._leave_pictures()
+        summary.exit = ending.exit_status(summary)
+        self._last_words()
         return summary
 
     async def _once(self) -> bool:
@@ -216,13 +158,15 @@ class _Run:
 
     async def _with_parts(self, store: Store) -> None:
         config, note = self.config, self.display.note
-        dispatcher = await self._dispatcher(store)
-        alarm = _Alarm(config.faults.no_progress_s, dispatcher.describe)
+        dispatcher = await open_dispatcher(config, store, self.checkpoint)
+        if self.checkpoint is not None:
+            self.summary.restore(self.checkpoint.totals)
+        alarm = Alarm(config.faults.no_progress_s, dispatcher.describe)
         opening = open_parts(
             config, self.folder.name, store, self.folder.logs, note, self.gpus, self._deaths
         )
         try:
-            async with AsyncExitStack() as stack:
+            async with contextlib.AsyncExitStack() as stack:
                 parts = await self._unless_stopped(stack.enter_async_context(opening))
                 if parts is not None:
                     await self._work(parts, dispatcher, alarm)
@@ -230,7 +174,7 @@ class _Run:
             alarm.disarm()
             self._close_books(store, dispatcher)
 
-    async def _work(self, parts: Parts, dispatcher: Dispatcher, alarm: _Alarm) -> None:
+    async def _work(self, parts: Parts, dispatcher: Dispatcher, alarm: Alarm) -> None:
         """Trains. Production ends in order, or by a kill when nobody waits for it any more."""
         desk = await parts.runtime.host(RemoteDesk(dispatcher, alarm.moved), name="desk")
         in_order = True
@@ -243,18 +187,15 @@ class _Run:
             await asyncio.shield(parts.producer.end() if in_order else parts.kill())
 
     async def _train(
-        self, parts: Parts, dispatcher: Dispatcher, desk: actors.Handle, alarm: _Alarm
+        self, parts: Parts, dispatcher: Dispatcher, desk: actors.Handle, alarm: Alarm
     ) -> bool:
         """False: it was stopped while the processes got ready, and they still do."""
         display = self.display
-        display.note("building the model" + (" and warming it up" if self.config.warmup else ""))
+        display.note(self._what_is_built())
         ready = await self._unless_stopped(self._start(parts))
         if ready is None:
             return False
-        display.note(
-            f"{ready.parameters:,} parameters, at step {ready.train_step}"
-            + "".join(f", {name} {value:.4g}" for name, value in ready.warmup.items())
-        )
+        display.note(_built(ready))
         weights = await parts.learner.publish(ready.train_step)
         await dispatcher.set_steps(train_step=ready.train_step + 1, model_step=ready.train_step)
         await parts.producer.begin(weights, dispatcher, desk)
@@ -276,6 +217,15 @@ class _Run:
         finally:
             metrics.close()
         return True
+
+    def _what_is_built(self) -> str:
+        warm = "its warm-up is taken from the cache if it is there" if self.config.warmup else ""
+        if self.checkpoint is None:
+            return f"building the model; {warm}" if warm else "building the model"
+        text = f"building the model of step {self.checkpoint.train_step}"
+        if warm and self.config.learner.kl_coef > 0:
+            text += f", and that of step 0 as its reference; {warm}"
+        return text
 
     async def _start(self, parts: Parts) -> LearnerReady:
         """Both processes build their models at once."""
@@ -316,41 +266,6 @@ class _Run:
         self.display.note(text)
         self.summary.warnings.append(text)
 
-    async def _dispatcher(self, store: Store) -> Dispatcher:
-        """Buffer, prompts and books: new ones, or those of the checkpoint."""
-        config = self.config
-        schedule, replay = config.schedule, config.replay
-        retries = replay.expiry == "retry" and replay.tail_batch >= 0
-        expiry = Expiry(
-            action=ExpiryAction.RETRY if retries else ExpiryAction.DROP,
-            max_staleness=schedule.max_staleness,
-            sync_interval=schedule.sync_every,
-            max_token_staleness=schedule.max_token_staleness,
-            tail_batch=replay.tail_batch if retries else None,
-        )
-        order, limit = replay.order, replay.max_bytes or config.store.capacity // 2
-        if self.checkpoint is None:
-            buffer = ReplayBuffer(store, order=order, max_bytes=limit, expiry=expiry)
-        else:
-            buffer = await ReplayBuffer.resume(
-                self.checkpoint.buffer, store, order=order, max_bytes=limit, expiry=expiry
-            )
-        sampler = PromptSampler(
-            {s.name: s for s in open_sources(config, held_out=False)},
-            seed=config.run.seed,
-            epochs={task.name: None if task.source.repeat else 1 for task in config.tasks},
-        )
-        dispatcher = Dispatcher(
-            buffer,
-            sampler,
-            _dispatch_config(config),
-            TaskMix({task.name: task.weight for task in config.tasks}),
-        )
-        if self.checkpoint is not None:
-            dispatcher.restore(snapshot.read_state(self.checkpoint.buffer))
-            self.summary.restore(self.checkpoint.totals)
-        return dispatcher
-
     def _close_books(self, store: Store, dispatcher: Dispatcher) -> None:
         """Books what is left and ends every session of the run, whose processes have ended."""
         store.sweep()
@@ -365,18 +280,12 @@ class _Run:
         self.summary.ledger = dispatcher.report()
         dispatcher.check_books()
 
-    def _leave_pictures(self) -> None:
-        """Summary, plot and the last words; none of them may hide how the run ended."""
-        try:
-            self.folder.write_summary(self.summary.to_json())
-            if self.config.metrics.plot and self.folder.metrics_file.is_file():
-                plot_rewards(self.folder.metrics_file, self.folder.plot_file, self.folder.name)
-        except ModuleNotFoundError as error:
-            self.display.note(f"no reward.png: {error}")
-        except OSError as error:
-            self.display.note(f"summary and plot could not be written: {error}")
+    def _last_words(self) -> None:
+        wrong = list(
+            ending.leave_pictures(self.summary, self.folder, plot=self.config.metrics.plot)
+        )
         self.display.close()  # the last words come below the last table
-        for line in _last_words(self.summary, self.folder, self._first_step):
+        for line in (*wrong, *ending.last_words(self.summary, self.folder, self._first_step)):
             self.display.note(line)
 
 
@@ -384,43 +293,22 @@ _EXPECTED = (TrainerError, StoreError, actors.ActorError, OSError)
 """What a run may end with; anything else is a bug of ours and keeps its trace."""
 
 
+def _built(ready: LearnerReady) -> str:
+    text = f"{ready.parameters:,} parameters, at step {ready.train_step}"
+    warmup = ready.warmup
+    if warmup:
+        text += (
+            f", warmed up{' (from the cache)' if warmup['cached'] else ''}: "
+            f"{warmup['steps']:.0f} steps, loss {warmup['loss']:.3f}, "
+            f"accuracy {warmup['accuracy']:.3f}"
+        )
+    return text
+
+
 def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-class _Alarm:
-    """The watchdog as an error that ends the run, whatever everybody waits for.
-
-    Armed once the models are built: how long that takes is nobody's fault.
-    """
-
-    def __init__(self, limit_s: float, describe: Callable[[], Sequence[str]]) -> None:
-        self._limit_s = limit_s
-        self._describe = describe
-        self._watchdog: Watchdog | None = None
-        self._stuck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def moved(self, what: str) -> None:
-        """A sign of life."""
-        if self._watchdog is not None:
-            self._watchdog.moved(what)
-
-    async def ring(self) -> None:
-        """Raises NoProgress when nothing moved for too long; otherwise waits for ever."""
-        self._watchdog = Watchdog(self._limit_s, self._describe, self._say)
-        await self._stuck
-
-    def _say(self, report: NoProgress) -> None:
-        if not self._stuck.done():
-            self._stuck.set_exception(report)
-
-    def disarm(self) -> None:
-        """No more alarms."""
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        self._stuck.cancel()
 
 
 async def _beside(
@@ -432,89 +320,3 @@ async def _beside(
         await main
         for helper in helpers:
             helper.cancel()
-
-
-@contextmanager
-def open_arena(config: Config, name: str, summary: Summary) -> Iterator[Store]:
-    """The arena of the run; on leaving it is measured, told and removed."""
-    limits = config.store
-    store = Store.create(
-        name,
-        capacity=limits.capacity,
-        max_objects=limits.max_objects,
-        max_sessions=limits.max_sessions,
-    )
-    try:
-        yield store
-    finally:
-        store.sweep()
-        stats = store.stats()
-        summary.arena = ArenaLeft(stats.sessions, stats.objects, stats.used if stats.objects else 0)
-        summary.left_by_owner = {} if summary.arena.empty else dict(stats.by_owner)
-        store.close()
-        Store.unlink(name)
-
-
-def open_sources(config: Config, *, held_out: bool) -> list[PromptSource]:
-    """One source a task; a task that holds nothing out is not evaluated."""
-    tasks = [task for task in config.tasks if not held_out or task.source.holdout > 0]
-    return [build_source(task, seed=config.run.seed, held_out=held_out) for task in tasks]
-
-
-def _dispatch_config(config: Config) -> DispatchConfig:
-    schedule = config.schedule
-    turns = schedule.name != "async"
-    return DispatchConfig(
-        batch_groups=config.rollout.prompts_per_step,
-        group_size=config.rollout.rollouts_per_prompt,
-        budget=StalenessBudget(
-            max_staleness=0 if turns else schedule.max_staleness,
-            sync_interval=schedule.sync_every,
-            batches_ahead_max=_BATCHES_AHEAD_MAX,
-        ),
-        over_sampling=schedule.oversample - 1.0,
-        useless_in_row_max=config.faults.useless_groups_max,
-    )
-
-
-def _exit_status(summary: Summary) -> int:
-    if not summary.arena.empty:
-        return EXIT_LEFTOVERS
-    if summary.interrupted:
-        return EXIT_INTERRUPTED
-    return EXIT_FAILED if summary.error else EXIT_OK
-
-
-def _last_words(summary: Summary, folder: RunFolder, first_step: int) -> Sequence[str]:
-    lines = []
-    for name, series, first, last in (
-        ("reward of all rollouts", summary.rewards, summary.reward_first, summary.reward_last),
-        ("reward on held-out prompts", summary.evals, summary.eval_first, summary.eval_last),
-    ):
-        if len(series) > 1:
-            lines.append(f"{name}: {first:.3f} -> {last:.3f}")
-        elif series:
-            lines.append(f"{name}: {series[0]:.3f}, measured once")
-    steps = f"{summary.steps} steps in {summary.wall_s:.1f} s"
-    if 1 < first_step <= summary.steps:
-        steps += f", of which steps {first_step}-{summary.steps} since it was resumed"
-    lines.append(f"{steps}; everything is in {folder.path}")
-    if summary.interrupted and not summary.error:
-        lines.append(f"it was interrupted; `shmrl resume {folder.path}` goes on")
-    elif first_step > summary.steps and not summary.error:
-        lines.append("no step was left to train; `--set schedule.steps=N` gives it more")
-    arena = summary.arena
-    left = f": left by {summary.left_by_owner}" if not arena.empty else ""
-    lines.append(f"arena: {arena.sessions} sessions, {arena.objects} objects{left}")
-    return [*lines, _books(summary.ledger)] if summary.ledger else lines
-
-
-def _books(ledger: Mapping[str, Any]) -> str:
-    """`books balance: produced 96 = trained 64 + ...`, in rollouts; only what there is."""
-    ends = {end: ledger[end] for end in (*ENDS, "buffered") if ledger[end]}
-    total = sum(ends.values())
-    shown = " + ".join(f"{end} {count}" for end, count in ends.items()) or "0"
-    if ledger["produced"] != total:
-        return f"books do NOT balance: produced {ledger['produced']}, but {shown}"
-    why = " (filtered: groups of equal rewards, which teach nothing)" if "filtered" in ends else ""
-    return f"books balance: produced {total} = {shown} rollouts{why}"

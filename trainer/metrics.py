@@ -172,9 +172,7 @@ class MetricsWriter:
             self._file.write(_ENCODER.encode(record) + b"\n")
             self._file.flush()
         except OSError as error:
-            raise OSError(
-                error.errno, f"{error.strerror}: make room, then `shmrl resume`", self._file.name
-            ) from error
+            raise OSError(error.errno, error.strerror, self._file.name) from error
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise FileNotFoundError(
                 errno.ENOENT, "the folder of the run was removed while it ran", self._file.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import shutil
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import actors
-from actors import rundir, top
+from actors import top
 from actors.rundir import live_runs, runs_root, status_socket, sweep
 from actors.status import read_status
 from shmstore.testing import unique_name
@@ -148,17 +150,6 @@ actors.run(main())
         assert not (runs_root() / name).exists()
 
 
-def test_a_dead_runs_folder_with_something_foreign_in_it_stops_no_new_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rundir, "runs_root", lambda: tmp_path)
-    (tmp_path / "dead/somebodys").mkdir(parents=True)
-    (tmp_path / "dead/lock").touch()
-    made = rundir.RunDir("new")
-    made.remove()
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["dead"]
-
-
 async def test_the_folder_of_a_live_run_is_not_swept_and_is_made_again_if_removed() -> None:
     async with actors.Runtime() as rt:
         folder = runs_root() / rt.name
@@ -174,6 +165,41 @@ async def test_the_folder_of_a_live_run_is_not_swept_and_is_made_again_if_remove
 class Chatty:
     async def pid(self) -> int:
         return os.getpid()
+
+
+def _row(name: str) -> dict[str, object]:
+    methods = {"train": {"count": 61, "mean_us": 2e5, "p50_us": 234_900.0, "p99_us": 349_800.0}}
+    row = {"name": name, "state": "up", "pid": 4_194_303, "restarts": 0, "waiting": 0, "running": 1}
+    return row | {"memory": {"pss_bytes": 373 << 20}, "methods": methods}
+
+
+@pytest.mark.parametrize(
+    ("width", "shown", "left_out"),
+    [
+        (120, ["restarts", "train 235 ms / 350 ms"], []),
+        (80, ["restarts", "train 235 ms"], ["350 ms"]),
+        (60, ["calls", "wait", "run"], ["235 ms"]),
+        (30, ["state", "pid"], ["calls"]),
+    ],
+)
+def test_a_narrow_terminal_leaves_columns_out_and_wraps_or_cuts_none(
+    width: int, shown: list[str], left_out: list[str]
+) -> None:
+    rows = [_row("producer"), _row("engine-0")]
+    store = {"used": 16 << 20, "capacity": 1 << 30, "objects": 526, "sessions": 466}
+    owners = {"producer-0": (256, 448, 1 << 20), "replay": (208, 416, 1 << 20)}
+    snapshot = {"run": "sort-digits", "pid": 4_194_303, "uptime_s": 44.2, "actors": rows}
+    console = Console(width=width, file=io.StringIO())
+    console.print(top.make_picture(snapshot | {"store": store | {"by_owner": owners}}, width))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 7  # title, header, a line an actor, the arena and a line an owner
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines[1:4])
+    assert lines[0].startswith("sort-digits")
+    assert lines[3].split()[:2] == ["engine-0", "up"]
+    assert all(text in "\n".join(lines) for text in shown)
+    assert not any(text in "\n".join(lines) for text in left_out)
 
 
 def test_durations_in_the_table_have_a_fitting_unit() -> None:

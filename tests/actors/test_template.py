@@ -7,9 +7,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +110,57 @@ async def test_what_cannot_be_preloaded_is_the_error_of_whoever_needs_it(
     assert (
         "could not be preloaded: slow_to_import: ValueError('not today')" in capfd.readouterr().err
     )
+
+
+async def test_a_module_that_exits_when_it_is_preloaded_is_named_and_ends_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_to_import.py").write_text("import sys\nsys.exit('no')")
+    async with actors.Runtime(preload=["slow_to_import", "json"]) as rt:
+        assert await (await rt.spawn(Victim)).pid() != os.getpid()
+    assert "could not be preloaded: slow_to_import: SystemExit('no')" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("wait", [False, True])
+async def test_a_module_that_kills_the_template_is_named_to_whoever_spawns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
+    """Whether the template had been asked for a fork by then or not."""
+    monkeypatch.syspath_prepend(tmp_path)
+    waiting = (
+        f"import pathlib\nwhile not pathlib.Path({str(tmp_path / 'asked')!r}).exists(): pass\n"
+    )
+    text = "import os\nos._exit(3)"
+    (tmp_path / "slow_to_import.py").write_text((waiting if wait else "") + text)
+    async with actors.Runtime(preload=["json", "slow_to_import"]) as rt:
+        spawning = asyncio.create_task(rt.spawn(Victim))
+        await asyncio.sleep(0)
+        (tmp_path / "asked").touch()
+        with pytest.raises(actors.TemplateDied, match="while it imported 'slow_to_import', which"):
+            await asyncio.wait_for(spawning, LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"preload": "json"}, r"a list of names of modules, got 'json'; did you mean \['json'\]\?"),
+        ({"preload": [json]}, "a list of names of modules, got"),
+        ({"preload": [""]}, "a list of names of modules, got"),
+        ({"preload": None}, "a list of names of modules, got None"),
+        ({"env": {"A": 1}}, "env maps text to text, got 'A': 1"),
+        ({"env": ["A"]}, "env maps text to text, got"),
+        ({"env": {"A=B": "1"}}, "no process can have: 'A=B': '1'"),
+        ({"env": {"": "1"}}, "no process can have: '': '1'"),
+        ({"env": {"A": "1\0"}}, "no process can have: 'A'"),
+        ({"env": {"A": "\ud800"}}, "no process can have: 'A'"),
+    ],
+)
+def test_what_no_template_could_start_with_is_refused_by_the_runtime(
+    given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(actors.UsageError, match=said):
+        actors.Runtime(**given)
 
 
 async def test_a_template_in_the_middle_of_a_long_import_is_not_waited_for_at_the_end(

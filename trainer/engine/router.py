@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from shmstore import ObjectFreed
+from trainer.engine.newest_weights import send_newest
 from trainer.engine.protocol import (
     Engine,
     EngineInfo,
@@ -135,18 +135,13 @@ class EngineRouter:
         """Replica `name` runs: give it the current weights, then let requests in."""
         if self._weights is None or self._weights.model_step < weights.model_step:
             self._weights = weights
-        while True:
-            sent = self._weights
-            try:
-                await self._engines[name].load_weights(sent, "pause")
-            except self._lost:
-                return
-            except ObjectFreed:
-                if sent is self._weights:
-                    raise
-                continue  # retired while it was on the way: there is a newer version
-            if sent is self._weights:
-                break
+        engine = self._engines[name]
+        try:
+            await send_newest(
+                lambda: self._weights, lambda sent: engine.load_weights(sent, "pause")
+            )
+        except self._lost:
+            return
         async with self._changed:
             self._up.add(name)
             self._changed.notify_all()

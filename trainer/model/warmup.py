@@ -172,9 +172,9 @@ def _digest(model: Any, config: WarmupConfig, key: str) -> str:
 def _load(model: Any, file: Path) -> dict[str, float]:
     from safetensors import safe_open
 
-    result: dict[str, float] = {}
     with safe_open(str(file), framework="pt") as stored:
-        result = {name: float(text) for name, text in (stored.metadata() or {}).items()}
+        numbers = stored.metadata()  # in no order
+        result = {name: float(numbers[name]) for name in ("steps", "loss", "accuracy")}
         with torch.no_grad():
             for name, value in model.named_parameters():
                 value.copy_(stored.get_tensor(name))

@@ -1,8 +1,8 @@
 """What a person sees while a run goes on: a live table with progress bars, or plain lines.
 
 Owns the terminal (standard error; standard output belongs to `--json`). A terminal gets rich's
-live table; a pipe or a log file gets one line a step, at most one a second. Holds no state of the
-run: it is told, and forgets. Called by the driver only.
+live table, of which a narrow one shows fewer columns; a pipe or a log file gets one line a step, at
+most one a second. Holds no state of the run: it is told, and forgets. Called by the driver only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def make_display(*, table_rows: int, quiet: bool = False, stream: TextIO | None 
     stream = stream or sys.stderr
     if quiet:
         return QuietDisplay()
-    return WatchedDisplay(LiveDisplay(table_rows) if stream.isatty() else PlainDisplay(stream))
+    return WatchedDisplay(
+        LiveDisplay(table_rows, stream) if stream.isatty() else PlainDisplay(stream)
+    )
 
 
 class WatchedDisplay:
@@ -128,8 +130,8 @@ class PlainDisplay:
             for key, title, digits in _COLUMNS
             if key in values
         ]
-        if owners := _owners_text(values):
-            parts.append(f"sessions by owner: {owners}")
+        if arena := _arena_text(values):
+            parts.append(arena)
         print("  ".join(parts), file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -152,31 +154,38 @@ _COLUMNS = (
     ("tokens_per_s", "tok/s", 0),
     ("learner_wait_share", "wait", 2),
     ("step_s", "s", 2),
-    ("buffer_groups", "buffer", 0),
     ("window/failed_samples", "failed", 0),
     ("window/filtered_samples", "filtered", 0),
-    ("arena_bytes", "arena MiB", 1),
+    ("buffer_groups", "buffer", 0),
 )
-
-
-_SCALES = {"arena_bytes": 1.0 / (1 << 20)}
+"""Metric, title, digits; the last ones are the first that a narrow terminal does without."""
+_GAP = 2
+"""Columns of the terminal between two of the table."""
 
 
 def _cell(values: Mapping[str, float], key: str, digits: int) -> str:
     if key not in values:
         return "·"
-    return f"{values[key] * _SCALES.get(key, 1.0):,.{digits}f}"
+    return f"{values[key]:,.{digits}f}"
 
 
-def _owners_text(values: Mapping[str, float]) -> str:
+def _arena_text(values: Mapping[str, float]) -> str:
+    """`arena 15.6 MiB; sessions: replay 144, state 1`; empty where nothing is known."""
+    parts = []
+    if "arena_bytes" in values:
+        parts.append(f"arena {values['arena_bytes'] / (1 << 20):,.1f} MiB")
     owners = sorted(key for key in values if key.startswith("owner/"))
-    return ", ".join(f"{k.removeprefix('owner/')} {values[k]:g}" for k in owners)
+    if owners:
+        held = ", ".join(f"{k.removeprefix('owner/')} {values[k]:g}" for k in owners)
+        parts.append(f"sessions: {held}")
+    return "; ".join(parts)
 
 
 class LiveDisplay:
     """A table of the last steps, progress bars, and the arena by owner."""
 
-    def __init__(self, table_rows: int) -> None:
+    def __init__(self, table_rows: int, stream: TextIO, width: int | None = None) -> None:
+        """`width`: in columns, instead of the terminal's."""
         from rich.console import Console
         from rich.live import Live
         from rich.progress import (
@@ -188,7 +197,7 @@ class LiveDisplay:
         )
 
         self._rows: deque[Mapping[str, float]] = deque(maxlen=table_rows)
-        self._console = Console(stderr=True)
+        self._console = Console(file=stream, width=width)
         self._progress = Progress(
             TextColumn("[bold]{task.description:<10}"),
             BarColumn(bar_width=None),
@@ -231,23 +240,27 @@ class LiveDisplay:
 
         parts: list[RenderableType] = [self._progress]
         if self._rows:
-            parts = [self._table(), self._owners(), self._progress]
+            parts = [self._table(), self._arena(), self._progress]
         return Group(*parts)
 
     def _table(self) -> RenderableType:
         from rich.table import Table
 
-        table = Table(expand=True, header_style="bold")
-        table.add_column("step", justify="right")
-        for _, title, _ in _COLUMNS:
-            table.add_column(title, justify="right")
-        for row in self._rows:
-            cells = [_cell(row, key, digits) for key, _, digits in _COLUMNS]
-            table.add_row(f"{int(row.get('train_step', 0))}", *cells)
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+        columns = [["step", *(f"{int(row.get('train_step', 0))}" for row in self._rows)]]
+        columns += [
+            [title, *(_cell(row, key, digits) for row in self._rows)]
+            for key, title, digits in _COLUMNS
+        ]
+        while sum(max(map(len, c)) + _GAP for c in columns) - _GAP > self._console.width:
+            columns.pop()
+        for title, *_ in columns:
+            table.add_column(title, justify="right", no_wrap=True)
+        for cells in zip(*(cells for _, *cells in columns), strict=True):
+            table.add_row(*cells)
         return table
 
-    def _owners(self) -> RenderableType:
+    def _arena(self) -> RenderableType:
         from rich.text import Text
 
-        shown = _owners_text(self._rows[-1]) or "none"
-        return Text(f"sessions in the arena by owner: {shown}", style="dim")
+        return Text(_arena_text(self._rows[-1]), style="dim")

@@ -26,6 +26,7 @@ from trainer.metrics import MetricsWriter
 from trainer.rollout import Batch, Prompt
 from trainer.run import step_metrics
 from trainer.run.display import Display
+from trainer.run.ending import not_kept
 from trainer.run.engine_actor import EngineUse
 from trainer.run.folder import RunFolder
 from trainer.run.learner_actor import LEARNER_OWNER
@@ -48,6 +49,14 @@ class _Clock:
     began: float
     aside_s: float = 0.0
     """Evaluation, checkpoint, export: no part of any step."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The newest file of its kind that was tried, and why it is not on disk."""
+
+    step: int
+    problems: tuple[str, ...] = ()
 
 
 class Driver:
@@ -79,10 +88,9 @@ class Driver:
         self._evaluated: dict[str, float] = {}
         self._use: dict[str, EngineUse] = {}
         self._use_at_sync: dict[str, EngineUse] = {}
-        self._wait_s = self._step_s = 0.0
         self._cpu_s = time.process_time()
-        self._saved_step = train_step if train_step else -1
-        self._exported_step = -1
+        self._saved = _Written(train_step if train_step else -1)
+        self._exported = _Written(-1)
         self._model_step = train_step
         self.train_step = train_step
 
@@ -97,13 +105,14 @@ class Driver:
             self._use, self._cpu_s = await self._parts.producer.use(), time.process_time()
             parts = self._schedule_parts(stop)
             await run_schedule(config.schedule.name, parts, self._when())
-        kept = True
+        problems: list[str] = []
         if config.checkpoint.final or stop.is_set():
-            kept = await self._checkpoint(self.train_step)
+            problems += await self._checkpoint(self.train_step)
         if config.checkpoint.final and not stop.is_set():
-            kept = await self._export() and kept
-        if not kept:
-            self._summary.error = f"trained, but not kept: {self._summary.warnings[-1]}"
+            problems += await self._export()
+        if problems:
+            self._summary.error = not_kept(self._folder, self.train_step, problems)
+            self._summary.warnings += [p for p in problems if p not in self._summary.warnings]
 
     def _schedule_parts(self, stop: asyncio.Event) -> ScheduleParts:
         return ScheduleParts(
@@ -198,9 +207,9 @@ class Driver:
     async def _checkpoint_due(self, step: int) -> None:
         with self._aside():
             if self._wants(self._config.checkpoint.every, step):
-                await self._checkpoint(step)
+                self._warn(*await self._checkpoint(step))
             if self._wants(self._config.checkpoint.hf_every, step):
-                await self._export()
+                self._warn(*await self._export())
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -232,39 +241,40 @@ class Driver:
         if reward is not None:
             self._summary.evals.append(reward)
 
-    async def _checkpoint(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is on disk now."""
-        if self._saved_step == step:
-            return True
+    async def _checkpoint(self, step: int) -> Sequence[str]:
+        """Why the checkpoint of `step` is not on disk, if so; what failed is not tried again."""
+        if self._saved.step == step:
+            return self._saved.problems
         totals = self._summary.totals()
         try:
             await write_checkpoint(
                 self._folder, step, self._parts.learner, self._dispatcher, totals
             )
         except CheckpointFailed as error:
-            self._warn(str(error))
-            return False
-        self._saved_step = step
+            self._saved = _Written(step, (str(error),))
+            return self._saved.problems
+        self._saved = _Written(step)
         await asyncio.to_thread(self._folder.prune_checkpoints, self._config.checkpoint.keep)
-        return True
+        return ()
 
-    async def _export(self) -> bool:
-        """Whether the model as it is stands in a folder for from_pretrained."""
-        if self._exported_step == self.train_step:
-            return True
+    async def _export(self) -> Sequence[str]:
+        """The same for the folder with the model as it is, for from_pretrained."""
+        if self._exported.step == self.train_step:
+            return self._exported.problems
         place = self._folder.hf(self.train_step)
+        self._exported = _Written(self.train_step)
         try:
             await self._parts.learner.export(str(place))
         except OSError as error:
-            self._warn(f"the export to {place} could not be written: {error}")
-            return False
-        self._exported_step = self.train_step
-        return True
+            problem = f"the export to {place} could not be written: {error}"
+            self._exported = _Written(self.train_step, (problem,))
+        return self._exported.problems
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, *problems: str) -> None:
         """Told now and in the summary: what failed can be done again later."""
-        self._display.note(f"{text}; the run goes on")
-        self._summary.warnings.append(text)
+        for problem in problems:
+            self._display.note(f"{problem}; the run goes on")
+            self._summary.warnings.append(problem)
 
     # -- numbers ---------------------------------------------------------------------------------
 
@@ -291,9 +301,7 @@ class Driver:
         found["restarts"] = float(self._parts.deaths.total())
         ledger = self._dispatcher.report()
         found |= {f"ledger/{k}": float(v) for k, v in ledger.items() if isinstance(v, int)}
-        self._wait_s += times.wait_s
-        self._step_s += times.step_s
-        self._summary.learner_wait_share = self._wait_s / max(self._step_s, 1e-9)
+        self._summary.add_time(times.wait_s, times.step_s)
         return found
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import actors
 from trainer.config import EvalConfig
 from trainer.errors import ConfigError
-from trainer.fit import open_arena, open_sources
 from trainer.run.driver import held_out_prompts
 from trainer.run.folder import BadRunFolder, RunFolder
 from trainer.run.learner_actor import WEIGHTS_OWNER
+from trainer.run.opening import open_arena, open_sources
 from trainer.run.summary import Summary
 from trainer.run.wiring import open_parts
 

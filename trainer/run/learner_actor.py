@@ -167,15 +167,18 @@ class LearnerActor:
         self._states = LearnerStates(store)
         config = self._config
         model, self._tokenizer = build_model(config.model, device, torch.float32)
-        # Before the learner exists: its frozen reference is the warmed-up model, also on resume.
-        warmed = self._warm_up(model, board)
+        kept = self._states.find() if config.checkpoint.recovery == "arena" else None
+        warmed: dict[str, float] = {}
+        if (kept is None and checkpoint is None) or config.learner.kl_coef > 0:
+            # Before the learner exists: its frozen reference is the warmed-up model, also when
+            # its own weights come from elsewhere.
+            warmed = self._warm_up(model, board)
         exact = config.learner.deterministic or config.run.deterministic
         self._learner = Learner(model, dataclasses.replace(config.learner, deterministic=exact))
         # In the type in which the engines hold them.
         self._weights = WeightsWriter(model, store, torch_dtype(config.model.dtype))
         keep_for_good()
         parameters = sum(p.numel() for p in model.parameters())
-        kept = self._states.find() if config.checkpoint.recovery == "arena" else None
         if kept is not None:
             self._learner.load_state_arrays(kept.arrays)
             return LearnerReady(kept.train_step, parameters, warmed, "arena")
@@ -318,7 +321,7 @@ class LearnerActor:
         try:
             self._ready.save(place)
         except SafetensorError as error:  # how it reports a full disk
-            raise OSError(f"{place}: {error}") from error
+            raise OSError(str(error)) from error
         (place / "train_step").write_text(str(train_step), encoding="utf-8")
 
     def export(self, folder: str) -> None:
@@ -332,4 +335,4 @@ class LearnerActor:
         try:
             export_hf(self._ready.model, self._tokenizer, Path(folder))
         except SafetensorError as error:  # as in `save`
-            raise OSError(f"{folder}: {error}") from error
+            raise OSError(str(error)) from error

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from actors import ActorDied
-from shmstore import ObjectFreed
+from trainer.engine.newest_weights import send_newest
 from trainer.engine.protocol import SyncMode, WeightsVersion
 from trainer.errors import NotStarted, PartFailed
 from trainer.producer import PauseReport
@@ -85,17 +85,9 @@ class ProducerLink:
     async def _start(self) -> None:
         """Starts the process with the newest weights, also when they change meanwhile."""
         start = self._handle.start.using(when_down="wait")
-        while True:
-            sent = self._weights
-            try:
-                incarnation = await start(self._desk, self._engines, sent)
-            except ObjectFreed:
-                if sent is self._weights:
-                    raise
-                continue  # retired while it was on the way: there is a newer version
-            if sent is self._weights:
-                break
-        self._incarnation = incarnation
+        self._incarnation = await send_newest(
+            lambda: self._weights, lambda sent: start(self._desk, self._engines, sent)
+        )
         if self._paused is not None:
             await self._call("pause", self._paused)
         async with self._moved:

@@ -43,14 +43,25 @@ class ArenaLeft:
         return not (self.sessions or self.objects)
 
 
-_TOTALS = ("steps", "rewards", "evals", "tokens_generated", "tokens_trained", "wall_s")
+_TOTALS = (
+    "steps",
+    "rewards",
+    "evals",
+    "tokens_generated",
+    "tokens_trained",
+    "wall_s",
+    "wait_s",
+    "step_s",
+)
+_ON_THE_WAY = ("rewards", "evals", "began", "wait_s", "step_s")
 
 
 @dataclass
 class Summary:
     """Rewards are means: of the first and last tenth of the steps, and of held-out prompts.
 
-    Steps, tokens and `wall_s` count the whole run, with what came before it was resumed.
+    Steps, tokens, `wall_s` and the share of it that the learner waited count the whole run, with
+    what came before the checkpoint from which it was resumed.
     """
 
     run: str
@@ -73,6 +84,8 @@ class Summary:
     exit: int = EXIT_OK
     rewards: list[float] = field(default_factory=list, repr=False)
     evals: list[float] = field(default_factory=list, repr=False)
+    wait_s: float = field(default=0.0, repr=False)
+    step_s: float = field(default=0.0, repr=False)
     began: float = field(default_factory=time.perf_counter, repr=False)
     """When `wall_s` was last right, on the clock of this process."""
 
@@ -84,9 +97,15 @@ class Summary:
         if math.isfinite(reward):
             self.rewards.append(reward)
 
+    def add_time(self, wait_s: float, step_s: float) -> None:
+        """Books how long a step took, and how long the learner waited in it."""
+        self.wait_s += wait_s
+        self.step_s += step_s
+
     def settle(self) -> None:
-        """Computes first and last from the series: a tenth of the steps at each end."""
+        """Computes first and last from the series, a tenth of the steps at each end, and shares."""
         self._count_time()
+        self.learner_wait_share = self.wait_s / self.step_s if self.step_s else 0.0
         if self.rewards:
             tenth = max(1, len(self.rewards) // 10)
             self.reward_first = sum(self.rewards[:tenth]) / tenth
@@ -118,7 +137,7 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         """Plain values, without what is only needed on the way."""
         record = asdict(self)
-        for inner in ("rewards", "evals", "began"):
+        for inner in _ON_THE_WAY:
             del record[inner]
         return {key: _rounded(value) for key, value in record.items()}
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from trainer.errors import ConfigError, NoProgress
 
-__all__ = ["Watchdog"]
+__all__ = ["Alarm", "Watchdog"]
 
 
 class Watchdog:
@@ -61,3 +61,36 @@ class Watchdog:
                 f"Waiting now:\n{lines}"
             )
         )
+
+
+class Alarm:
+    """The watchdog as an error that ends the run, whatever everybody waits for.
+
+    Armed once the models are built: how long that takes is nobody's fault.
+    """
+
+    def __init__(self, limit_s: float, describe: Callable[[], Sequence[str]]) -> None:
+        self._limit_s = limit_s
+        self._describe = describe
+        self._watchdog: Watchdog | None = None
+        self._stuck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def moved(self, what: str) -> None:
+        """A sign of life."""
+        if self._watchdog is not None:
+            self._watchdog.moved(what)
+
+    async def ring(self) -> None:
+        """Raises NoProgress when nothing moved for too long; otherwise waits for ever."""
+        self._watchdog = Watchdog(self._limit_s, self._describe, self._say)
+        await self._stuck
+
+    def _say(self, report: NoProgress) -> None:
+        if not self._stuck.done():
+            self._stuck.set_exception(report)
+
+    def disarm(self) -> None:
+        """No more alarms."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self._stuck.cancel()

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from shmstore import Store
 from shmstore.testing import unique_name
 
@@ -19,17 +21,28 @@ ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "custom_trainer.py"
 
 
-def test_the_trainer_of_ones_own_learns_and_leaves_an_empty_arena(store: Store) -> None:
-    train = runpy.run_path(str(EXAMPLE))["train"]
-    reward: float = asyncio.run(train(store))
-    assert reward > 0.9
+def test_the_trainer_of_ones_own_learns_and_leaves_an_empty_arena(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(runpy.run_path(str(EXAMPLE))["train"](store))
+    assert float(capsys.readouterr().out.split()[1]) > 0.9
     assert store.stats().sessions == store.stats().objects == 0
 
 
-def test_it_imports_the_store_and_the_lifecycle_and_nothing_else_of_ours() -> None:
-    tree = ast.parse(EXAMPLE.read_text())
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert modules == {"shmstore", "trainer"}
+def test_it_imports_the_store_and_the_replay_buffer_and_loads_neither_torch_nor_actors() -> None:
+    nodes = list(ast.walk(ast.parse(EXAMPLE.read_text())))
+    froms = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    plain = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    assert (froms, plain) == ({"shmstore", "trainer.replay"}, {"asyncio", "numpy"})
+    program = f"import runpy, sys; runpy.run_path({str(EXAMPLE)!r}); print(sorted(sys.modules))"
+    loaded = subprocess.check_output(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True
+    )
+    assert not {"torch", "actors", "zmq"} & set(ast.literal_eval(loaded))
+
+
+def test_it_has_sixty_lines() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 60
 
 
 def test_the_loop_in_the_page_on_training_runs_as_it_stands() -> None:

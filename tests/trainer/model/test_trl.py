@@ -1,6 +1,6 @@
 """Our losses beside TRL's on the same batch and model, where TRL is installed.
 
-TRL is no dependency; `pip install trl datasets` beside this package runs the test.
+TRL is no dependency; `make test-trl` installs it and runs this.
 """
 
 from __future__ import annotations

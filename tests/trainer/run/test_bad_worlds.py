@@ -196,15 +196,30 @@ def test_a_disk_that_fills_up_at_a_checkpoint_is_told_and_the_one_before_is_whol
     assert (resumed.summary["steps"], resumed.summary["ledger"]["trained"]) == (3, 3 * 16)
 
 
-def test_a_run_whose_last_checkpoint_cannot_be_written_has_not_succeeded(tmp_path: Path) -> None:
-    run = runs.start(tmp_path, *QUICK, "checkpoint.final=true", "schedule.steps=30")
+def test_a_run_that_cannot_keep_what_it_trained_says_at_the_end_what_where_and_what_to_do(
+    tmp_path: Path,
+) -> None:
+    settings = ("checkpoint.final=true", "checkpoint.every=30", "schedule.steps=30")
+    run = runs.start(tmp_path, *QUICK, *settings)
     run.wait_for_step(2)
-    shutil.rmtree(run.folder / "checkpoints")
-    (run.folder / "checkpoints").write_text("not a folder any more")
+    for name in ("checkpoints", "hf"):
+        shutil.rmtree(run.folder / name, ignore_errors=True)
+        (run.folder / name).write_text("not a folder any more")
     result = run.result()
     assert result.status == 1
     assert result.summary["steps"] == 30
-    assert "trained, but not kept: the checkpoint of step 30" in result.summary["error"]
+    lines = result.summary["error"].splitlines()
+    assert lines[0] == "trained up to step 30, but not kept:"
+    assert lines[1].startswith("  the checkpoint of step 30 could not be written to ")
+    assert lines[2].startswith("  the export to ")
+    assert lines[3].startswith(
+        "  what to do: make room there; there is no checkpoint, so `shmrl re"
+    )
+    assert len(lines) == 4
+    assert result.stderr.endswith(f"shmrl: {result.summary['error']}\n")
+    # Due and last at once: it was tried once.
+    assert result.stderr.count("the checkpoint of step 30") == 2
+    assert [w.strip() for w in result.summary["warnings"]] == [line.strip() for line in lines[1:3]]
     runs.check_clean(result, run.name)
 
 

@@ -20,12 +20,13 @@ from tests.trainer.run.runs import ROOT, TINY
 from trainer.checkpoint import read_checkpoint
 from trainer.config import load
 from trainer.errors import EngineError, SnapshotError, SnapshotVersion
-from trainer.fit import _Run, open_sources
+from trainer.fit import _Run
 from trainer.replay import REPLAY_OWNER
 from trainer.run.display import QuietDisplay
 from trainer.run.driver import Driver
 from trainer.run.learner_actor import LEARNER_OWNER, BatchRows, LearnerReady
 from trainer.run.learner_link import LearnerLink, StateLost
+from trainer.run.opening import open_sources
 from trainer.run.producer_link import ProducerLink
 from trainer.run.summary import Summary
 from trainer.testing import store_group
@@ -102,6 +103,7 @@ class _Producer:
 async def test_a_producer_whose_engine_died_while_it_was_started_is_started_once_more() -> None:
     handle = _Producer()
     link = ProducerLink(cast(Any, handle), {}, "producer-0", lambda text: None)
+    link._weights = cast(Any, object())
     await link._start_again()
     assert (handle.starts, link._incarnation) == (2, 2)
 
@@ -144,7 +146,7 @@ async def test_a_producer_that_cannot_be_prepared_ends_the_learners_start() -> N
     assert ended.is_set()
 
 
-GOOD = {"format": 1, "train_step": 7, "totals": Summary("r").totals()}
+GOOD = {"format": 2, "train_step": 7, "totals": Summary("r").totals()}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_a_whole_checkpoint_is_read_and_one_of_another_version_is_named(tmp_path
     (tmp_path / "driver.json").write_text(json.dumps(GOOD))
     assert read_checkpoint(tmp_path).train_step == 7
     (tmp_path / "driver.json").write_text(json.dumps({**GOOD, "format": 9}))
-    with pytest.raises(SnapshotVersion, match="format 9; this version reads 1"):
+    with pytest.raises(SnapshotVersion, match="format 9; this version reads 2"):
         read_checkpoint(tmp_path)
 
 

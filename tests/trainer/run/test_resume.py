@@ -43,6 +43,7 @@ def check_doctor_finds(name: str) -> None:
         check=False,
     )
     assert name in done.stdout
+    assert done.returncode == 1  # as of `diff`: something was found, and is still there
 
 
 KILLED_AT = {
@@ -107,25 +108,33 @@ def test_L25_resumed_after_a_kill_the_history_is_bit_for_bit_that_of_an_uninterr
 def test_ctrl_c_once_ends_after_the_step_with_a_checkpoint_and_resume_finishes(
     tmp_path: Path,
 ) -> None:
-    run = runs.start(tmp_path, "schedule.steps=500", "eval.prompts=0")
+    warmup = "warmup={steps_max: 2, target: 1.0, batch: 4, eval_every: 2, eval_prompts: 4}"
+    run = runs.start(
+        tmp_path, "schedule.steps=500", "eval.prompts=0", warmup, "model.cache_dir=null"
+    )
     run.wait_for_step(2)
     run.process.send_signal(signal.SIGINT)
     first = run.result()
     assert first.status == 130, first.stderr
     assert first.summary["interrupted"]
     assert f"`shmrl resume {run.folder}` goes on" in first.stderr
+    assert "warm-up: 2/2" in first.stderr
     steps = first.summary["steps"]
     assert (run.folder / "checkpoints/latest").read_text() == f"step-{steps}\n"
     runs.check_clean(first, run.name)
     second = runs.resume(run.folder, f"schedule.steps={steps + 3}").result()
     assert second.status == 0, second.stderr
     assert second.summary["steps"] == steps + 3
+    assert f"building the model of step {steps}\n" in second.stderr
+    assert "warm" not in second.stderr
     assert second.summary["ledger"]["trained"] == (steps + 3) * 16
     assert [r["train_step"] for r in run.steps()] == list(range(1, steps + 4))
     runs.check_clean(second, run.name)
     third = runs.resume(run.folder).result()
     assert (third.status, third.summary["steps"]) == (0, steps + 3), third.stderr
-    assert "no step was left to train" in third.stderr
+    assert "no step was left to train, so the totals are those of the last ch" in third.stderr
+    same = ("reward_first", "reward_last", "tokens_trained", "learner_wait_share")
+    assert [third.summary[key] for key in same] == [second.summary[key] for key in same]
 
 
 def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ import trainer.cli
 import trainer.run.eval_run
 from actors.rundir import check_name
 from trainer.config import load
-from trainer.fit import _last_words
 from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, describe, read_metrics
-from trainer.run.display import PlainDisplay, make_display
+from trainer.run.display import LiveDisplay, PlainDisplay, make_display
+from trainer.run.ending import failed
+from trainer.run.ending import last_words as said_last
 from trainer.run.folder import BadRunFolder, RunFolder, default_run_name, write_atomically
 from trainer.run.plot import plot_rewards, smoothed
 from trainer.run.summary import Summary
@@ -186,6 +187,24 @@ def test_a_display_that_nobody_can_see_any_more_is_silent() -> None:
     display.close()
 
 
+def test_a_run_that_a_full_disk_ended_says_where_and_what_to_do(folder: RunFolder) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", str(folder.metrics_file))
+    first, second = failed(folder, error).splitlines()
+    assert first.endswith(f"No space left on device: '{folder.metrics_file}'")
+    assert second == (
+        "  what to do: make room there; there is no checkpoint, so "
+        f"`shmrl resume {folder.path}` begins again"
+    )
+    assert failed(folder, ValueError("x")) == "ValueError: x"
+
+
+def test_doctor_says_what_its_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        trainer.cli.main(["doctor", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "0 nothing is left behind and every arena is sound; 1 something was found" in told
+
+
 def test_the_plot_is_a_picture(folder: RunFolder) -> None:
     writer = MetricsWriter(folder.metrics_file, None)
     for step in range(1, 30):
@@ -208,7 +227,7 @@ def test_plain_lines_say_step_and_reward() -> None:
     display.step({"train_step": 7, "reward": 0.25, "arena_bytes": 3 << 20})
     display.step({"train_step": 8, "reward": 0.5})  # within the same second: left out
     display.note("engine restarted")
-    assert stream.getvalue() == "step 7  reward 0.250  arena MiB 3.0\nengine restarted\n"
+    assert stream.getvalue() == "step 7  reward 0.250  arena 3.0 MiB\nengine restarted\n"
 
 
 def test_plain_lines_say_who_owns_what_and_leave_out_no_last_step() -> None:
@@ -219,9 +238,46 @@ def test_plain_lines_say_who_owns_what_and_leave_out_no_last_step() -> None:
     display.close()
     display.close()
     assert stream.getvalue().splitlines() == [
-        "step 7  sessions by owner: learner 16, replay 32",
-        "step 8  sessions by owner: weights 1",
+        "step 7  sessions: learner 16, replay 32",
+        "step 8  sessions: weights 1",
     ]
+
+
+LATEST = {
+    "train_step": 1200.0,
+    "reward": 0.907,
+    "eval/reward": 0.918,
+    "staleness_mean": 0.62,
+    "kl_engine": 0.00191,
+    "tokens_per_s": 16_029.0,
+    "learner_wait_share": 0.51,
+    "step_s": 0.82,
+    "window/failed_samples": 8.0,
+    "window/filtered_samples": 1576.0,
+    "buffer_groups": 18.0,
+    "arena_bytes": 16.0 * (1 << 20),
+    "owner/producer-0": 232.0,
+    "owner/replay": 144.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("width", "last"), [(120, "18"), (80, "1,576"), (60, "0.82"), (40, "0.00191")]
+)
+def test_a_narrow_live_table_leaves_columns_out_and_wraps_or_cuts_none(
+    width: int, last: str
+) -> None:
+    stream = io.StringIO()
+    display = LiveDisplay(3, stream, width)
+    display.step(LATEST)
+    display.close()
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    assert lines[0].split()[:3] == ["step", "reward", "held-out"]
+    assert lines[1].split()[:3] == ["1200", "0.907", "0.918"]
+    assert lines[1].split()[-1] == last
+    assert "…" not in stream.getvalue()
+    assert "arena 16.0 MiB; sessions: producer-0" in stream.getvalue()
 
 
 def last_words(first_step: int = 1, **known: object) -> list[str]:
@@ -230,7 +286,7 @@ def last_words(first_step: int = 1, **known: object) -> list[str]:
         setattr(summary, name, value)
     summary.settle()
     summary.wall_s = 3.0
-    return list(_last_words(summary, RunFolder(Path("runs/r")), first_step))
+    return list(said_last(summary, RunFolder(Path("runs/r")), first_step))
 
 
 def test_the_last_words_compare_only_what_was_measured_twice_and_end_with_the_books() -> None:

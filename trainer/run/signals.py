@@ -1,0 +1,61 @@
+"""What a run makes of Ctrl-C, of a scheduler's SIGTERM and of a terminal that was closed: once, it
+ends in order; twice, at once; after its end, while the loop is taken down, nothing.
+
+Owns the handlers of those signals while a run lasts. Called by `trainer.fit`, on the main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["handlers_put_back", "stop_by_signals"]
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def handlers_put_back() -> Iterator[None]:
+    """Around the loop: the handlers of before, once it is closed."""
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # one that was installed from C cannot be put back
+                signal.signal(number, handler)
+
+
+@contextmanager
+def stop_by_signals(note: Callable[[str], None]) -> Iterator[asyncio.Event]:
+    """In the task of the run: an event that the first signal sets; the second cancels the task.
+
+    On leaving, the signals are ignored.
+    """
+    stop = asyncio.Event()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def interrupt(name: str) -> None:
+        if task.cancelling():
+            note(f"{name}: it is ending; what the arena and the processes hold is let go of")
+        elif stop.is_set():
+            task.cancel()
+        else:
+            stop.set()
+            told = "ends after the step under way, if any; once more ends it at once"
+            note(f"{name}: {told}")
+
+    # `nohup` has asked for the terminal's end to be ignored.
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    stopping = [number for number in _STOPPING if not (ignored and number == signal.SIGHUP)]
+    for number in stopping:
+        loop.add_signal_handler(number, interrupt, number.name)
+    try:
+        yield stop
+    finally:
+        for number in stopping:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)

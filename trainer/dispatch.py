@@ -317,10 +317,11 @@ class Dispatcher:
 
     def _draw_now(self, owner: str, n: int) -> list[Work]:
         self._shares.notice_ends_of_data()
+        targets = self._shares.targets(self.model_step, self.train_step)
         works: list[Work] = []
         while len(works) < n:
             try:
-                work = self._draw_one(owner)
+                work = self._draw_one(owner, targets)
             except Exception:
                 if works:
                     break  # these are in production now; the next draw raises it again
@@ -332,9 +333,9 @@ class Dispatcher:
             works.append(work)
         return works
 
-    def _draw_one(self, owner: str) -> Work | None:
-        """From the task that is furthest behind its share, whatever may be drawn there."""
-        for task in self._shares.behind(self.model_step, self.train_step):
+    def _draw_one(self, owner: str, targets: Mapping[str, int]) -> Work | None:
+        """From the task that is furthest behind its target, whatever may be drawn there."""
+        for task in self._shares.behind(targets):
             work = self._draw_of(task, owner)
             if work is not None:
                 return work

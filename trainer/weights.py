@@ -68,10 +68,10 @@ class _Cuts:
         self._sizes.append(size - at)
         self._picks = [(picks[index], place.dtype) for index, place in enumerate(places)]
 
-    def of(self, blob: torch.Tensor) -> list[torch.Tensor]:
-        """One flat view for each tensor."""
+    def of(self, blob: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What stands before the first tensor, and one flat view for each."""
         parts = blob.split_with_sizes(self._sizes)
-        return [parts[pick].view(dtype) for pick, dtype in self._picks]
+        return parts[0], [parts[pick].view(dtype) for pick, dtype in self._picks]
 
 
 class _Parameters:
@@ -107,7 +107,9 @@ class WeightsWriter:
             named, {name: dtype or value.dtype for name, value in named.items()}
         )
         self._cuts = _Cuts(places, self._size)
-        self._head = torch.frombuffer(bytearray(_lead(len(entries)) + entries), dtype=torch.uint8)
+        self._entries_bytes = len(entries)
+        self._header = bytearray(_lead(len(entries)) + entries)
+        self._head = torch.frombuffer(self._header, dtype=torch.uint8)
 
     def publish(
         self, model_step: int, *, session: str, timeout: float | None = None
@@ -116,13 +118,12 @@ class WeightsWriter:
 
         `timeout`: seconds to wait for room. Raises StoreFull and SessionReleased of shmstore.
         """
-        lead = _lead(len(self._head) - _LEAD_BYTES, model_step)
+        self._header[:_LEAD_BYTES] = _lead(self._entries_bytes, model_step)
         with self._store.build((self._size,), torch.uint8, session, timeout) as draft:
-            blob = draft.tensor
-            blob[: len(self._head)] = self._head
-            blob[:_LEAD_BYTES] = torch.frombuffer(bytearray(lead), dtype=torch.uint8)
+            head, sinks = self._cuts.of(draft.tensor)
+            head.copy_(self._head)
             with Copies(self._store, self._parameters.device) as copies:
-                copies.download_all(self._parameters.flat(), self._cuts.of(blob))
+                copies.download_all(self._parameters.flat(), sinks)
         return WeightsVersion(ref=bytes(draft.ref), model_step=model_step, nbytes=self._size)
 
 
@@ -144,7 +145,7 @@ class WeightsReader:
         blob: torch.Tensor = self._store.get(ObjectRef.from_bytes(version.ref))
         cuts = self._cuts_for(blob, version)
         with torch.no_grad(), Copies(self._store, self._parameters.device) as copies:
-            copies.upload_all(cuts.of(blob), self._parameters.flat())
+            copies.upload_all(cuts.of(blob)[1], self._parameters.flat())
 
     def _cuts_for(self, blob: torch.Tensor, version: WeightsVersion) -> _Cuts:
         """From the header; checked against the object's size and the model."""

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from trainer.config import Config, resolved_section
 from trainer.engine.protocol import WeightsVersion
@@ -47,7 +46,10 @@ __all__ = [
     "LearnerReady",
     "LearnerSetup",
     "StepDone",
+    "done_of",
+    "rows_of",
     "step_of_weights",
+    "to_bytes",
     "weights_session",
 ]
 
@@ -111,8 +113,7 @@ class BatchRows(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-@dataclass(frozen=True)
-class StepDone:
+class StepDone(msgspec.Struct, frozen=True, array_like=True):
     """What a step came to. Of the seconds in `metrics`, `learn_s` is arithmetic (of which
     `learn_cpu_s` on a CPU), `read_s` export of traces, `keep_s` the copy of the state;
     `process_cpu_s` is all that the process has computed since the step before. `weights`: where
@@ -123,6 +124,12 @@ class StepDone:
     metrics: dict[str, float]
     released: int
     weights: WeightsVersion | None = None
+
+
+#: The two messages of a step travel as bytes: pickling their parts one by one takes longer.
+to_bytes = msgspec.msgpack.Encoder().encode
+rows_of = msgspec.msgpack.Decoder(BatchRows).decode
+done_of = msgspec.msgpack.Decoder(StepDone).decode
 
 
 class LearnerActor:
@@ -221,12 +228,14 @@ class LearnerActor:
 
     # -- training --------------------------------------------------------------------------------
 
-    def train(self, batch: BatchRows, train_step: int, publish: bool = False) -> StepDone:
+    def train(self, rows: bytes, train_step: int, publish: bool = False) -> bytes:
         """One train step on a batch whose sessions `learner` holds; afterwards they are released,
-        and with `publish` the new weights are in the arena.
+        and with `publish` the new weights are in the arena. `rows`: its `BatchRows`; -> `StepDone`,
+        both as `to_bytes` writes them.
         """
         learner, began = self._ready, time.perf_counter()
         self._cpu_s = self._cpu_s or time.process_time()  # not what building the model took
+        batch = rows_of(rows)
         traces, advantages, rewards, rollout_ids = self._read(batch, train_step)
         read_s, cpu_before_s = time.perf_counter() - began, time.thread_time()
         metrics = learner.train_step(
@@ -254,7 +263,7 @@ class LearnerActor:
             "train_s": time.perf_counter() - began,
             "process_cpu_s": self._cpu_s - cpu_before_s,
         }
-        return StepDone(train_step, metrics, len(released), weights)
+        return to_bytes(StepDone(train_step, metrics, len(released), weights))
 
     def _read(
         self, batch: BatchRows, train_step: int
@@ -269,7 +278,7 @@ class LearnerActor:
         ends = itertools.accumulate(batch.sizes)
         groups = [scores[end - size : end] for end, size in zip(ends, batch.sizes, strict=True)]
         shares = batch_advantages(groups, self._config.learner.estimator)
-        shared = np.concatenate(shares).tolist()
+        shared = list(itertools.chain.from_iterable(shares))
         rollout_ids = [number for number, leaves in enumerate(batch.leaves) for _ in leaves]
         ends_of_paths = itertools.chain.from_iterable(batch.leaves)
         places = [

@@ -25,7 +25,9 @@ from trainer.run.learner_actor import (
     BatchRows,
     LearnerReady,
     StepDone,
+    done_of,
     step_of_weights,
+    to_bytes,
 )
 from trainer.run.learner_state import LearnerStates
 
@@ -74,9 +76,10 @@ class LearnerLink:
     ) -> StepDone:
         """One step, exactly once; with `publish` its weights are in the arena afterwards."""
         batch = BatchRows.of(groups)
+        rows = to_bytes(batch)
         while True:
             try:
-                done: StepDone = await self._handle.train(batch, train_step, publish)
+                done = done_of(await self._handle.train(rows, train_step, publish))
             except (ActorDied, NotStarted) as death:
                 found = await self._after_death_in_step(batch.sessions, train_step, death)
                 if found is None:

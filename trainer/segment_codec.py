@@ -196,7 +196,8 @@ def view(whole: memoryview) -> Columns | None:
     `whole` may begin with a header of the store's own. Costs a few microseconds; the views pin
     `whole`.
     """
-    if len(whole) < _TRAILER.size:
+    trailer_at = len(whole) - _TRAILER.size
+    if trailer_at < 0:
         return None
     (
         _,
@@ -212,41 +213,39 @@ def view(whole: memoryview) -> Columns | None:
         before_at,
         magic,
         digits,
-    ) = _TRAILER.unpack_from(whole, len(whole) - _TRAILER.size)
+    ) = _TRAILER.unpack_from(whole, trailer_at)
     if magic != _MAGIC or nbytes > len(whole) or not digits.isdigit():
         return None
-    text_nbytes = int(digits)
     start = len(whole) - nbytes
     at = start + body_at
-    column = n * 4 + (n & 1) * 4
-    ends = (
-        at + 4 * column + n * layers * top_k * itemsize,
-        start + before_at + n_before * layers * top_k * itemsize,
-        start + text_at + text_nbytes,
-    )
-    if itemsize > 2 or max(ends) > len(whole) - _TRAILER.size:
+    column = n + (n & 1)
+    routed_at = at + 16 * column
+    row = layers * top_k
+    before_at += start
+    text_at += start
+    text_end = text_at + int(digits)
+    if (
+        itemsize > 2
+        or routed_at + n * row * itemsize > trailer_at
+        or before_at + n_before * row * itemsize > trailer_at
+        or text_end > trailer_at
+    ):
         raise TraceError(
-            f"a segment of {n} tokens and {text_nbytes} bytes of text does not fit its "
+            f"a segment of {n} tokens and {int(digits)} bytes of text does not fit its "
             f"{len(whole)} bytes: its trailer was overwritten"
         )
     routed: Any = None
     before: Any = None
     if itemsize:
         dtype = _UINT8 if itemsize == 1 else _UINT16
-        row = layers * top_k
-        routed = np.frombuffer(whole, dtype, n * row, at + 4 * column).reshape(n, layers, top_k)
+        routed = np.frombuffer(whole, dtype, n * row, routed_at).reshape(n, layers, top_k)
         if n_before:
-            before = np.frombuffer(whole, dtype, n_before * row, start + before_at)
+            before = np.frombuffer(whole, dtype, n_before * row, before_at)
             before = before.reshape(n_before, layers, top_k)
-    numbers = np.frombuffer(whole, _INT32, column, at).reshape(4, column >> 2)
-    return Columns(
-        n,
-        numbers[:, :n] if n & 1 else numbers,
-        routed,
-        n_routed,
-        before,
-        whole[start + text_at : start + text_at + text_nbytes],
-    )
+    numbers = np.frombuffer(whole, _INT32, 4 * column, at).reshape(4, column)
+    if n & 1:
+        numbers = numbers[:, :n]
+    return Columns(n, numbers, routed, n_routed, before, whole[text_at:text_end])
 
 
 def to_batch(segment: Segment) -> pa.RecordBatch:

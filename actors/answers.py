@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import faults
+from .calls import Pending
 from .errors import NotSerializable, ProtocolError
 from .messages import HEADER_BYTES, Flag, Kind, pack, parse
+from .transport import Link
 
 if TYPE_CHECKING:
-    from .calls import Pending
     from .node import Node
-    from .transport import Link
 
 __all__ = ["Answers"]
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .codec import Codec
 from .errors import CallTimeout
 from .inbound import Inbound
 from .method import Method, Shape
-
-if TYPE_CHECKING:
-    from .codec import Codec
 
 __all__ = ["RefArguments"]
 

@@ -13,8 +13,9 @@ import os
 import sys
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+from .calls import Stream
 from .context import ActorContext
 from .errors import ActorError, CallTimeout, RemoteError, UsageError, WouldBlockLoop
 from .handle import Handle, RemoteMethod, Team, hub_handle
@@ -24,9 +25,6 @@ from .peers import AGENT, Notice
 from .records import Restart, Spec
 from .rundir import check_name
 from .spawn import import_hints
-
-if TYPE_CHECKING:
-    from .calls import Stream
 
 __all__ = ["Client"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from . import faults
 from .calls import (
@@ -26,10 +26,8 @@ from .codec import decoding_node
 from .errors import ActorDied, NoSuchMethod, QueueFull, RuntimeClosed, UsageError
 from .messages import NAME_BYTES_MAX, Kind, pack
 from .method import MethodFlag
+from .node import Node
 from .peers import AGENT, timeout_of
-
-if TYPE_CHECKING:
-    from .node import Node
 
 __all__ = ["CallOptions", "Handle", "RemoteMethod", "Team"]
 

@@ -11,17 +11,15 @@ import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .errors import ActorError
 from .handle import agent_method
+from .node import Node
 from .peers import Notice, State
 from .records import Event, Spec
 from .snapshot import process_memory
 from .supervisor import Supervisor
-
-if TYPE_CHECKING:
-    from .node import Node
 
 __all__ = ["Hub"]
 

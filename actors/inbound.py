@@ -12,16 +12,14 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .calls import STREAM_WINDOW
 from .context import CallContext
 from .errors import CallCycle
 from .method import Method
-
-if TYPE_CHECKING:
-    from .peers import Peer
-    from .transport import Link
+from .peers import Peer
+from .transport import Link
 
 __all__ = ["Credits", "GroupThread", "Inbound", "cycle_error"]
 

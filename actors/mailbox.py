@@ -17,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import faults
 from .arguments import RefArguments
@@ -27,11 +27,9 @@ from .errors import ActorDied, NoSuchMethod, NotSerializable, RuntimeClosed
 from .inbound import Credits, GroupThread, Inbound, cycle_error
 from .messages import HEADER_BYTES, Flag, Kind, pack, parse
 from .method import DEFAULT_GROUP, Method, Shape, methods_of
+from .node import Node
 from .stats import MethodStats
-
-if TYPE_CHECKING:
-    from .node import Node
-    from .transport import Link
+from .transport import Link
 
 __all__ = ["LocalActor"]
 

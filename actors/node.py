@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import faults
 from .answers import Answers
+from .calls import Pending, StreamState
 from .codec import Codec, Encoded, StoreLike
 from .context import CURRENT_CALL
 from .errors import (
@@ -35,12 +36,11 @@ from .errors import (
 from .lanes import Lanes
 from .messages import HEADER, HEADER_BYTES, Flag, Kind, pack
 from .peers import AGENT, Notice, Peer, State
+from .tracing import Tracing
 from .transport import Link, LoopbackLink
 
 if TYPE_CHECKING:
-    from .calls import Pending, StreamState
     from .mailbox import LocalActor
-    from .tracing import Tracing
 
 __all__ = ["IN_FLIGHT_MAX", "WAITING_MAX", "Node"]
 

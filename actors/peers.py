@@ -9,13 +9,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from .calls import Pending
 from .errors import ActorDied, CallTimeout
-
-if TYPE_CHECKING:
-    from .calls import Pending
-    from .transport import Link
+from .transport import Link
 
 __all__ = ["AGENT", "Notice", "Peer", "State", "timeout_of"]
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .codec import Blob, make_remote_error
 from .errors import (
@@ -37,14 +37,12 @@ from .errors import (
 )
 from .handle import agent_method
 from .logs import LogPump, make_pipe
+from .node import Node
 from .peers import Notice, State
 from .placement import Book, Placement
 from .records import Event, Record, RunConfig, Spec, reason_of
 from .rundir import RunDir, check_name
-
-if TYPE_CHECKING:
-    from .node import Node
-    from .spawn import Spawner
+from .spawn import Spawner
 
 __all__ = ["ACTORS_MAX", "Supervisor"]
 

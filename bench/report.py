@@ -50,9 +50,12 @@ class BenchArgs:
     peers: bool = False
     quick: bool = False
     only: str | None = None
+    parts: list[str] = field(default_factory=list)
+    """All that were asked about."""
 
     def wants(self, part: str) -> bool:
         """Whether `--only` lets this part run."""
+        self.parts.append(part)
         return self.only is None or self.only in part
 
 
@@ -306,7 +309,14 @@ class Report:
         print(f"  note: {text}", file=sys.stderr, flush=True)
 
     def finish(self) -> int:
-        """Prints the table, writes JSON and plot; returns the exit status 0."""
+        """Prints the table, writes JSON and plot; returns the exit status: 2 for an `--only` that
+        left nothing to run.
+        """
+        only, parts = self.args.only, self.args.parts
+        if only is not None and parts and not any(only in part for part in parts):
+            there = ", ".join(parts)
+            print(f"bench {self.name}: no part's name contains {only!r}: {there}", file=sys.stderr)
+            return 2
         print_table(self)
         path = self.args.json
         if path is None and not self.args.quick and self.args.only is None:

@@ -36,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in _PASSED_ON:
         return _guarded(lambda: _PASS[given[0]](given[1:]))
-    options = _parser().parse_args(given)
+    parser = _parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    options = parser.parse_args(given)
     command: Callable[[argparse.Namespace], int] = options.command
     return _guarded(lambda: command(options))
 
@@ -121,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shmrl",
         description="Asynchronous reinforcement learning of mixture-of-experts language models.",
+        epilog="Exit status: 0 done; 1 failed, or doctor found something; 2 usage or configuration;"
+        " 3 something was left in the arena; 130 interrupted. Begin with: shmrl train CONFIG.",
     )
     parser.add_argument("--version", action="version", version=f"shmrl {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -195,6 +195,10 @@ class _Run:
         ready = await self._unless_stopped(self._start(parts))
         if ready is None:
             return False
+        warmup = ready.warmup
+        if warmup and not warmup["cached"]:  # its bar ends where the target was reached
+            accuracy = f"accuracy {warmup['accuracy']:.2f}"
+            display.phase("warm-up", warmup["steps"], warmup["steps"], accuracy)
         display.note(_built(ready))
         weights = await parts.learner.publish(ready.train_step)
         await dispatcher.set_steps(train_step=ready.train_step + 1, model_step=ready.train_step)
@@ -219,12 +223,14 @@ class _Run:
         return True
 
     def _what_is_built(self) -> str:
-        warm = "its warm-up is taken from the cache if it is there" if self.config.warmup else ""
-        if self.checkpoint is None:
-            return f"building the model; {warm}" if warm else "building the model"
-        text = f"building the model of step {self.checkpoint.train_step}"
-        if warm and self.config.learner.kl_coef > 0:
-            text += f", and that of step 0 as its reference; {warm}"
+        config, text = self.config, "building the model"
+        reference = config.learner.kl_coef > 0
+        if self.checkpoint is not None:
+            text += f" of step {self.checkpoint.train_step}"
+            text += ", and that of step 0 as its reference" if reference else ""
+        if config.warmup and (self.checkpoint is None or reference):
+            cached = ", from the cache if it is there" if config.model.cache_dir else ""
+            text += f", with a warm-up{cached}"
         return text
 
     async def _start(self, parts: Parts) -> LearnerReady:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +49,12 @@ class PauseReport:
     finished_groups: int
     cancelled_rollouts: int
     seconds: float
+
+
+@dataclass(slots=True)
+class _GivenUp:
+    groups: int = 0
+    rollouts: int = 0
 
 
 @dataclass(slots=True)
@@ -96,6 +102,7 @@ class Producer:
         self._failure: BaseException | None = None
         self._stopped = False
         self._drawing: asyncio.Task[Sequence[Work]] | None = None
+        self._ending: asyncio.Task[_GivenUp] | None = None  # of groups that are given up
 
     async def run(self) -> None:
         """Produce until `stop`, or until cancelled: then what is under way is cancelled and booked,
@@ -140,9 +147,8 @@ class Producer:
                     await asyncio.wait(pending)
         except TimeoutError:
             pass  # what is left is cancelled below, and counted
-        unfinished = [task for task in pending if not task.done()]
-        cancelled = await self._cancel_groups()
-        return PauseReport(n_pending - len(unfinished), cancelled, loop.time() - started)
+        given_up = await self._cancel_groups()
+        return PauseReport(n_pending - given_up.groups, given_up.rollouts, loop.time() - started)
 
     async def _give_back(self) -> None:
         """What was drawn and not begun goes out again, unless the run has ended with its desk."""
@@ -277,23 +283,34 @@ class Producer:
             self._failure = task.exception()
         self._changed.set()
 
-    async def _cancel_groups(self) -> int:
-        """Cancel all group tasks and give their groups up; -> rollouts cancelled."""
-        groups = dict(self._groups)
+    async def _cancel_groups(self) -> _GivenUp:
+        """Cancel all group tasks and give their groups up. Once begun it comes to its end, also
+        when its caller is cancelled: nobody else would give them up.
+        """
+        while self._ending is not None and not self._ending.done():
+            await asyncio.wait([self._ending])
+        self._ending = asyncio.get_running_loop().create_task(self._give_up(dict(self._groups)))
+        return await asyncio.shield(self._ending)
+
+    async def _give_up(self, groups: Mapping[asyncio.Task[None], PendingGroup]) -> _GivenUp:
         ending = {*groups, *self._senders}
         for task in ending:
             task.cancel()
+        self._finished.clear()  # of a sender that was cancelled before it began
         if ending:
             await asyncio.wait(ending)
-        self._finished.clear()  # of a sender that was cancelled before it began
-        cancelled = 0
+        given_up = _GivenUp()
         for task, pending in groups.items():
-            # A task that finished in spite of the cancellation has handed its group in; then this
-            # is no error.
-            if task.cancelled():
-                cancelled += await self._dispatcher.cancel(pending.group, owner=self.owner)
-        self._report.cancelled_rollouts += cancelled
-        return cancelled
+            if not task.cancelled():
+                continue  # it has handed its group in, in spite of the cancellation, and is counted
+            n_rollouts = await self._dispatcher.cancel(pending.group, owner=self.owner)
+            if n_rollouts:
+                given_up.groups += 1
+                given_up.rollouts += n_rollouts
+                self._report.cancelled_rollouts += n_rollouts
+            else:  # the desk has it: only its answer came too late
+                self._count(pending.group, pending.group.status)
+        return given_up
 
     def _count(self, group: Group, status: Status) -> None:
         report = self._report

@@ -95,6 +95,15 @@ def test_quick_and_partial_runs_leave_the_results_folder_alone(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_part_that_is_none_is_refused_with_those_that_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["store", "--quick", "--only", "relase"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "no part's name contains 'relase': core, objects" in told.err
+
+
 def test_an_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["nothing"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import sys
 import textwrap
 import types
@@ -148,12 +149,8 @@ def _default(f: dataclasses.Field[Any]) -> str:
         return "required"
     if dataclasses.is_dataclass(value):
         return "its defaults"
-    text = {None: "none", True: "true", False: "false"}.get(value) if _hashable(value) else None
-    return text or (f"`{value!r}`" if len(repr(value)) < 40 else "see source")
-
-
-def _hashable(value: object) -> bool:
-    return value is None or isinstance(value, bool)
+    text = json.dumps(value)  # which is YAML, too
+    return f"`{text}`" if len(text) < 40 else "see source"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -177,14 +177,20 @@ def _named_in(file: Path, name: str) -> Iterator[str]:
     for package in sorted(_missing_imports(tree.body)):
         yield f"{file} imports {package!r}, which is not installed"
     names = _bound(tree)
-    if name.partition(".")[0] not in names and "*" not in names:  # a star may bring any name
+    any_name = "*" in names or _makes_names(tree.body)
+    if name.partition(".")[0] not in names and not any_name:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
         yield f"{file} has no `{name}`{hint}"
 
 
-def _bound(tree: ast.Module) -> list[str]:
-    """Every name that the file gives to something, as often as it does; `*` of a star import."""
+def _makes_names(body: Sequence[ast.stmt]) -> bool:
+    """Whether a `__getattr__` of the module itself makes names as they are asked for."""
+    return any("__getattr__" in _bound(node) for node in body if not isinstance(node, ast.ClassDef))
+
+
+def _bound(tree: ast.AST) -> list[str]:
+    """Every name that is given to something there, as often as it is; `*` of a star import."""
     names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

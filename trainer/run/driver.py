@@ -246,29 +246,29 @@ class Driver:
         if self._saved.step == step:
             return self._saved.problems
         totals = self._summary.totals()
+        problems: tuple[str, ...] = ()
         try:
             await write_checkpoint(
                 self._folder, step, self._parts.learner, self._dispatcher, totals
             )
+            await asyncio.to_thread(self._folder.prune_checkpoints, self._config.checkpoint.keep)
         except CheckpointFailed as error:
-            self._saved = _Written(step, (str(error),))
-            return self._saved.problems
-        self._saved = _Written(step)
-        await asyncio.to_thread(self._folder.prune_checkpoints, self._config.checkpoint.keep)
-        return ()
+            problems = (str(error),)
+        self._saved = _Written(step, problems)
+        return problems
 
     async def _export(self) -> Sequence[str]:
         """The same for the folder with the model as it is, for from_pretrained."""
         if self._exported.step == self.train_step:
             return self._exported.problems
         place = self._folder.hf(self.train_step)
-        self._exported = _Written(self.train_step)
+        problems: tuple[str, ...] = ()
         try:
             await self._parts.learner.export(str(place))
         except OSError as error:
-            problem = f"the export to {place} could not be written: {error}"
-            self._exported = _Written(self.train_step, (problem,))
-        return self._exported.problems
+            problems = (f"the export to {place} could not be written: {error}",)
+        self._exported = _Written(self.train_step, problems)
+        return problems
 
     def _warn(self, *problems: str) -> None:
         """Told now and in the summary: what failed can be done again later."""

@@ -20,6 +20,10 @@ from trainer.errors import TrainerError
 __all__ = ["TargetError", "resolve"]
 
 
+_THEIRS = (Exception, SystemExit)
+"""What user code may raise where it is imported: told as theirs, with its place."""
+
+
 class TargetError(TrainerError):
     """A name in the configuration leads to nothing that can be imported."""
 
@@ -32,11 +36,14 @@ def resolve(target: str) -> Any:
     module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
     found: Any = module
     for part in name.split("."):
-        if part not in vars(found):
-            near = difflib.get_close_matches(part, vars(found), n=3)
+        try:  # also what a `__getattr__` of the module makes, or a class inherits
+            found = getattr(found, part)
+        except AttributeError as error:
+            near = difflib.get_close_matches(part, dir(found), n=3)
             hint = f"; near: {', '.join(near)}" if near else ""
-            raise TargetError(f"{target!r}: {where} has no `{part}`{hint}")
-        found = vars(found)[part]
+            raise TargetError(f"{target!r}: {where} has no `{part}`{hint}") from error
+        except _THEIRS as error:
+            raise TargetError(f"{target!r}: {type(error).__name__}: {error}") from error
     return found
 
 
@@ -51,7 +58,7 @@ def _from_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # user code: any error there is theirs, told with its place
+    except _THEIRS as error:
         del sys.modules[name]
         raise TargetError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
@@ -62,3 +69,7 @@ def _from_package(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise TargetError(f"module {name!r} cannot be imported: {error}") from error
+    except _THEIRS as error:
+        raise TargetError(
+            f"module {name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error

@@ -241,3 +241,77 @@ def test_L13_an_engine_that_fails_at_an_abort_costs_rollouts_and_not_the_produce
             await made.train(1)
 
     run_virtual(main())
+
+
+class _SlowDesk:
+    """It answers a second after it has done what was asked, as one in another process might."""
+
+    def __init__(self, dispatcher: Any) -> None:
+        self._dispatcher = dispatcher
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._dispatcher, name)
+
+        async def slow(*args: Any, **options: Any) -> Any:
+            found = await call(*args, **options)
+            if name in ("cancel", "put_all"):
+                await asyncio.sleep(1)
+            return found
+
+        return slow
+
+
+@pytest.mark.parametrize("after_s", [0.5, 5.5, 7.5])
+def test_L21_a_pause_that_is_cancelled_keeps_no_group_under_way_for_good(
+    store: Store, after_s: float
+) -> None:
+    """Cancelled while the engine ends, while groups are given up one by one, or in between."""
+
+    async def main() -> None:
+        script = Script(token_s=1e5)
+        async with desk(store, script=script, dispatch=WIDE, run=False) as made:
+            made.producer._dispatcher = _SlowDesk(made.dispatcher)  # type: ignore[assignment]
+            running = asyncio.create_task(made.producer.run())
+            await asyncio.sleep(1)
+            made.engine.abort = _nothing  # type: ignore[method-assign, assignment]
+            pausing = asyncio.create_task(made.producer.pause(5))
+            await asyncio.sleep(after_s)
+            pausing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pausing
+            again = await made.producer.pause(5)
+            books = made.dispatcher.report()
+            report = made.producer.report()
+            assert (books["cancelled"], books["buffered"]) == (16, 0)
+            assert (report.cancelled_rollouts, report.in_production) == (16, 0)
+            assert again.cancelled_rollouts == (16 if after_s < 5 else 0)
+            assert made.dispatcher.rest(), "nothing is in production as the desk sees it"
+            made.dispatcher.work()
+            await made.producer.stop(10)
+            await running
+
+    run_virtual(main())
+
+
+async def _nothing(request_ids: Any = None) -> int:
+    return 0
+
+
+def test_L21_a_group_that_the_desk_has_when_time_is_over_is_counted_as_handed_in(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        script = Script(token_s=1.0, tokens_min=4, tokens_max=4)
+        async with desk(store, script=script, dispatch=WIDE, run=False) as made:
+            made.producer._dispatcher = _SlowDesk(made.dispatcher)  # type: ignore[assignment]
+            running = asyncio.create_task(made.producer.run())
+            while len(made.buffer) < 8:
+                await asyncio.sleep(0.1)
+            report = await made.producer.pause(0.5, drain=True)  # the desk's answer comes later
+            assert (report.finished_groups, report.cancelled_rollouts) == (8, 0)
+            assert made.producer.report().put == {"completed": 8}
+            assert made.producer.report().rollouts == made.dispatcher.report()["produced"] == 16
+            await made.producer.stop(10)
+            await running
+
+    run_virtual(main())

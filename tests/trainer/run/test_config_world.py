@@ -284,6 +284,7 @@ def test_a_users_environment_that_does_not_fit(
         ("def f(prompt, text, tolerance): ...", "missing a required argument: 'tolerance'"),
         ("def f(*both, strict): ...", "missing a required argument: 'strict'"),
         ("async def f(): ...", "too many positional"),
+        ("class A:\n    def __getattr__(self, name): ...", "has no `f`"),
     ],
 )
 def test_a_users_judge_that_cannot_be_called(tmp_path: Path, source: str, words: str) -> None:
@@ -304,6 +305,8 @@ def test_a_users_judge_that_cannot_be_called(tmp_path: Path, source: str, words:
         "def f(a): ...\nf = decorated(f)",
         "@decorated\ndef f(a): ...",
         "from operator import *\ndef f(a): ...",
+        "def __getattr__(name): return len",
+        "if True:\n    __getattr__ = dict(f=len).__getitem__",
     ],
 )
 def test_a_judge_of_which_the_file_does_not_tell_passes(tmp_path: Path, source: str) -> None:

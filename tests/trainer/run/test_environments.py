@@ -18,7 +18,7 @@ from trainer.environments.tools import calls_in
 from trainer.errors import JudgeError, ToolError
 from trainer.prompts import prompt_problem
 from trainer.rollout import FinishReason, Prompt
-from trainer.user_code.targets import TargetError
+from trainer.user_code.targets import TargetError, resolve
 
 TOOLS = """
 import time
@@ -138,6 +138,43 @@ def test_a_users_class_without_run_is_refused_by_name(tmp_path: Path) -> None:
         build_environment(EnvironmentConfig(kind="class", target=f"{file}:Empty"))
     with pytest.raises(TargetError, match="has no `Missing`"):
         build_environment(EnvironmentConfig(kind="class", target=f"{file}:Missing"))
+
+
+LAZY = """
+import sys
+
+def __getattr__(name):
+    if name == "Made":
+        return type("Made", (), {"run": run})
+    if name == "exits":
+        sys.exit("not today")
+    raise AttributeError(name)
+
+async def run(self, session, prompt): ...
+
+class Base:
+    @staticmethod
+    def judge(prompt, text): return 1.0
+
+class Heir(Base): pass
+"""
+
+
+def test_a_target_may_be_made_by_its_module_or_inherited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lazy_targets.py"
+    file.write_text(LAZY)
+    build_environment(EnvironmentConfig(kind="class", target=f"{file}:Made"))
+    assert resolve(f"{file}:Heir.judge")("p", "t") == 1.0
+    for name, said in (("Mad", "has no `Mad`"), ("exits", "SystemExit: not today")):
+        with pytest.raises(TargetError, match=said):
+            resolve(f"{file}:{name}")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "exits_at_once.py").write_text("raise SystemExit(3)")
+    for target in (f"{tmp_path}/exits_at_once.py:judge", "exits_at_once:judge"):
+        with pytest.raises(TargetError, match="cannot be imported: SystemExit: 3"):
+            resolve(target)
 
 
 async def test_each_prompt_meets_the_judge_of_its_task() -> None:

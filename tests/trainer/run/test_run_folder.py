@@ -198,6 +198,14 @@ def test_a_run_that_a_full_disk_ended_says_where_and_what_to_do(folder: RunFolde
     assert failed(folder, ValueError("x")) == "ValueError: x"
 
 
+def test_the_command_alone_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert trainer.cli.main([]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "train from a configuration file" in told.err
+    assert "Exit status: 0 done; 1 failed" in told.err
+
+
 def test_doctor_says_what_its_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         trainer.cli.main(["doctor", "--help"])

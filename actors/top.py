@@ -36,30 +36,31 @@ def main(argv: list[str] | None = None) -> int:
         description="Show a live run: its actors with their memory, calls and busiest method, and "
         "its arena by owner. A narrow terminal shows fewer columns; --json has everything.",
     )
-    parser.add_argument("name", nargs="?", help="name of the run; without it the live ones")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        help="name of the run; without it the one that is alive, or the names of several",
+    )
     parser.add_argument("--json", action="store_true", help="print one snapshot as JSON and end")
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--interval", type=float, default=_INTERVAL_S, metavar="S")
     args = parser.parse_args(argv)
     try:
-        if args.name is None:
-            return _list_runs(as_json=args.json)
         if args.json:
-            print(json.dumps(read_status(args.name)))
+            print(json.dumps(read_status(args.name) if args.name else live_runs()))
             return 0
-        return _show(args.name, max(args.interval, 0.1), once=args.once)
+        names = [args.name] if args.name else live_runs()
+        if len(names) == 1:
+            _show(names[0], max(args.interval, 0.1), once=args.once)
+        else:
+            print("\n".join(names) or "no run is alive")
+        return 0
     except ActorError as error:
         print(f"shmrl top: {error}", file=sys.stderr)
         return 1
 
 
-def _list_runs(*, as_json: bool) -> int:
-    names = live_runs()
-    print(json.dumps(names) if as_json else "\n".join(names) or "no run is alive")
-    return 0
-
-
-def _show(name: str, interval_s: float, *, once: bool) -> int:
+def _show(name: str, interval_s: float, *, once: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -67,7 +68,7 @@ def _show(name: str, interval_s: float, *, once: bool) -> int:
     picture = make_picture(read_status(name), console.width)
     if once or not sys.stdout.isatty():  # a file wants one picture, not a film
         console.print(picture)
-        return 0
+        return
     pause = threading.Event()  # never set: Ctrl-C ends the wait
     try:
         with Live(picture, console=console) as live:
@@ -77,7 +78,6 @@ def _show(name: str, interval_s: float, *, once: bool) -> int:
         pass
     except RuntimeClosed as error:  # nothing wrong: it was looked at until its end
         console.print(str(error))
-    return 0
 
 
 def make_picture(snapshot: dict[str, Any], width: int) -> Group:

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainer.run.summary import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from trainer.run.summary import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LEFTOVERS, EXIT_OK, EXIT_USAGE
 
 __all__ = ["main"]
 
@@ -94,6 +94,13 @@ def _tell(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         _drop_output()
+    except OSError as error:
+        from trainer.errors import TrainerError
+
+        _drop_output()
+        raise TrainerError(
+            f"stdout cannot be written ({error}); this was to go there: {text}"
+        ) from error
 
 
 def _complain(text: str) -> None:
@@ -245,7 +252,11 @@ def _eval(options: argparse.Namespace) -> int:
         gpus=_gpus(),
         say=_complain,
     )
+    left = result.get("left_by_owner")
     _tell(json.dumps(result) if options.json else _lines(result))
+    if left:
+        _complain(f"shmrl: something was left in the arena, by owner: {left}")
+        return EXIT_LEFTOVERS
     if result["reward"] is None:
         _complain(
             f"shmrl: {result['failed']} of {result['rollouts']} rollouts failed; why is in "

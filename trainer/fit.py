@@ -26,6 +26,7 @@ from trainer.dispatch import Dispatcher
 from trainer.errors import TrainerError
 from trainer.metrics import MetricsWriter, tensorboard_missing
 from trainer.run import ending
+from trainer.run.beside import beside, first_error
 from trainer.run.desk import ProgressBoard, RemoteDesk
 from trainer.run.display import Display, QuietDisplay, make_display
 from trainer.run.driver import Driver
@@ -33,7 +34,13 @@ from trainer.run.folder import RunFolder
 from trainer.run.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
 from trainer.run.learner_link import StateLost
 from trainer.run.learner_state import STATE_OWNER
-from trainer.run.opening import open_arena, open_dispatcher, open_sources
+from trainer.run.opening import (
+    open_arena,
+    open_dispatcher,
+    open_sources,
+    words_after,
+    words_before,
+)
 from trainer.run.signals import handlers_put_back, stop_by_signals
 from trainer.run.summary import Summary
 from trainer.run.watchdog import Alarm
@@ -121,7 +128,7 @@ class _Run:
             summary.interrupted = True
             summary.error = ending.ended_at_once(self.folder)
         except (*_EXPECTED, ExceptionGroup) as error:
-            first = _first(error)
+            first = first_error(error)
             if not isinstance(first, _EXPECTED):
                 raise
             summary.error = ending.failed(self.folder, first)
@@ -137,12 +144,12 @@ class _Run:
             with open_arena(self.config, self.folder.name, self.summary) as store:
                 await self._with_parts(store)
         except (StateLost, ExceptionGroup) as error:
-            if not isinstance(_first(error), StateLost) or self.stop.is_set():
+            if not isinstance(first_error(error), StateLost) or self.stop.is_set():
                 raise
             self._gone_back += 1
             if self._gone_back > self.config.faults.restarts_max:
                 raise
-            self.display.note(str(_first(error)))
+            self.display.note(str(first_error(error)))
             return False
         return True
 
@@ -191,7 +198,7 @@ class _Run:
     ) -> bool:
         """False: it was stopped while the processes got ready, and they still do."""
         display = self.display
-        display.note(self._what_is_built())
+        display.note(words_before(self.config, self.checkpoint))
         ready = await self._unless_stopped(self._start(parts))
         if ready is None:
             return False
@@ -199,7 +206,7 @@ class _Run:
         if warmup and not warmup["cached"]:  # its bar ends where the target was reached
             accuracy = f"accuracy {warmup['accuracy']:.2f}"
             display.phase("warm-up", warmup["steps"], warmup["steps"], accuracy)
-        display.note(_built(ready))
+        display.note(words_after(ready))
         weights = await parts.learner.publish(ready.train_step)
         await dispatcher.set_steps(train_step=ready.train_step + 1, model_step=ready.train_step)
         await parts.producer.begin(weights, dispatcher, desk)
@@ -217,21 +224,10 @@ class _Run:
             alarm.moved,
         )
         try:
-            await _beside((parts.producer.supervise(), alarm.ring()), driver.run(self.stop))
+            await beside((parts.producer.supervise(), alarm.ring()), driver.run(self.stop))
         finally:
             metrics.close()
         return True
-
-    def _what_is_built(self) -> str:
-        config, text = self.config, "building the model"
-        reference = config.learner.kl_coef > 0
-        if self.checkpoint is not None:
-            text += f" of step {self.checkpoint.train_step}"
-            text += ", and that of step 0 as its reference" if reference else ""
-        if config.warmup and (self.checkpoint is None or reference):
-            cached = ", from the cache if it is there" if config.model.cache_dir else ""
-            text += f", with a warm-up{cached}"
-        return text
 
     async def _start(self, parts: Parts) -> LearnerReady:
         """Both processes build their models at once."""
@@ -297,32 +293,3 @@ class _Run:
 
 _EXPECTED = (TrainerError, StoreError, actors.ActorError, OSError)
 """What a run may end with; anything else is a bug of ours and keeps its trace."""
-
-
-def _built(ready: LearnerReady) -> str:
-    text = f"{ready.parameters:,} parameters, at step {ready.train_step}"
-    warmup = ready.warmup
-    if warmup:
-        text += (
-            f", warmed up{' (from the cache)' if warmup['cached'] else ''}: "
-            f"{warmup['steps']:.0f} steps, loss {warmup['loss']:.3f}, "
-            f"accuracy {warmup['accuracy']:.3f}"
-        )
-    return text
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-async def _beside(
-    background: Sequence[Coroutine[Any, Any, None]], main: Coroutine[Any, Any, None]
-) -> None:
-    """Runs `main` to its end; `background` is ended with it, and an error of any ends all."""
-    async with asyncio.TaskGroup() as tasks:
-        helpers = [tasks.create_task(helper) for helper in background]
-        await main
-        for helper in helpers:
-            helper.cancel()

@@ -19,6 +19,7 @@ paths from it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -141,8 +142,12 @@ class RunFolder:
 
     def add_eval(self, result: Mapping[str, Any]) -> None:
         """Keeps what one evaluation of a checkpoint found."""
-        with self.evals_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
+        line = (json.dumps(result) + "\n").encode()
+        with self.evals_file.open("ab", buffering=0) as file:
+            written = file.write(line)
+            if written != len(line):  # the disk is full: half a line would spoil the next one
+                file.truncate(file.tell() - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     # ------------------------------------------------------------------------------- checkpoints
 

@@ -1,7 +1,9 @@
 """What a run makes of Ctrl-C, of a scheduler's SIGTERM and of a terminal that was closed: once, it
-ends in order; twice, at once; after its end, while the loop is taken down, nothing.
+ends in order; twice, at once; after its end, while the loop is taken down, nothing. An evaluation
+has no order to keep: once ends it at once.
 
-Owns the handlers of those signals while a run lasts. Called by `trainer.fit`, on the main thread.
+Owns the handlers of those signals while a run lasts. Called by `trainer.fit` and
+`trainer.run.eval_run`, on the main thread.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["handlers_put_back", "stop_by_signals"]
+__all__ = ["cancelled_by_signals", "handlers_put_back", "stop_by_signals"]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -35,18 +37,36 @@ def stop_by_signals(note: Callable[[str], None]) -> Iterator[asyncio.Event]:
     On leaving, the signals are ignored.
     """
     stop = asyncio.Event()
+
+    def first(name: str) -> bool:
+        if stop.is_set():
+            return False
+        stop.set()
+        note(f"{name}: ends after the step under way, if any; once more ends it at once")
+        return True
+
+    with _handled(note, first):
+        yield stop
+
+
+@contextmanager
+def cancelled_by_signals(note: Callable[[str], None]) -> Iterator[None]:
+    """The first signal cancels this task. On leaving, the signals are ignored."""
+    with _handled(note, lambda _: False):
+        yield
+
+
+@contextmanager
+def _handled(note: Callable[[str], None], instead: Callable[[str], bool]) -> Iterator[None]:
+    """A signal cancels this task, unless something is done `instead`; a later one is only told."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
     def interrupt(name: str) -> None:
         if task.cancelling():
             note(f"{name}: it is ending; what the arena and the processes hold is let go of")
-        elif stop.is_set():
+        elif not instead(name):
             task.cancel()
-        else:
-            stop.set()
-            told = "ends after the step under way, if any; once more ends it at once"
-            note(f"{name}: {told}")
 
     # `nohup` has asked for the terminal's end to be ignored.
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -54,7 +74,7 @@ def stop_by_signals(note: Callable[[str], None]) -> Iterator[asyncio.Event]:
     for number in stopping:
         loop.add_signal_handler(number, interrupt, number.name)
     try:
-        yield stop
+        yield
     finally:
         for number in stopping:
             loop.remove_signal_handler(number)

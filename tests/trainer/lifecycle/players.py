@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from shmstore import ObjectRef, Store
@@ -113,6 +114,11 @@ def produce_many(state: State, n: int) -> int:
             insert(state, f"many-{i}")
         assert traces.length(f"many-{i}") == 4
     return n
+
+
+def model_steps(state: State, session_id: str) -> set[int]:
+    """Those of the tokens of a session's only path."""
+    return set(state["traces"].export(session_id).model_steps.tolist())
 
 
 # -- a learner ------------------------------------------------------------------------------------
@@ -226,6 +232,24 @@ def put_and_take_cancelled(
     return filed, taken
 
 
+def snapshot(state: State, folder: Path) -> None:
+    """Write the buffer."""
+    asyncio.run(state["buffer"].snapshot(folder))
+
+
+def resume_buffer(state: State, folder: Path) -> int:
+    """Own what a snapshot holds; -> completed groups in it."""
+    buffer = asyncio.run(ReplayBuffer.resume(folder, state["store"]))
+    state["buffer"] = buffer
+    return buffer.count("math", Status.COMPLETED)
+
+
+def owner_died(state: State, owner: str) -> tuple[int, list[Group]]:
+    """Tell the buffer."""
+    found: tuple[int, list[Group]] = state["buffer"].owner_died(owner)
+    return found
+
+
 def close_buffer(state: State) -> dict[str, int]:
     """Balance the books and close; -> what they say of the task."""
     buffer: ReplayBuffer = state["buffer"]
@@ -269,7 +293,17 @@ class _WatchedStore:
 # -- anyone ---------------------------------------------------------------------------------------
 
 
-def free_by_name(state: State, names: list[str]) -> int:
-    """Free objects through wrappers made in this process."""
-    freed: int = state["store"].free([ObjectRef.from_hex(name) for name in names])
-    return freed
+def put_bytes(state: State, value: bytes) -> str:
+    """An object that no session holds; -> its name. This process keeps it."""
+    state["kept"] = state["store"].put(value)
+    name: str = state["kept"].hex()
+    return name
+
+
+def free_by_name(state: State, names: list[str], old: bool = False) -> int:
+    """Free objects through wrappers made in this process, one a name; -> how many ended. Old:
+    wrappers are told apart by their Python identity, and an end is counted for each (f).
+    """
+    refs = [ObjectRef.from_hex(name) for name in names]
+    freed: int = state["store"].free(refs)
+    return len({id(ref) for ref in refs}) if old else freed

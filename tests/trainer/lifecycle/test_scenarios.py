@@ -15,14 +15,11 @@ import pytest
 from shmstore import SessionReleased, Store, StoreFull
 from shmstore.testing import temporary_store
 from tests.trainer.lifecycle.kit import desk
-from tests.trainer.lifecycle.old_ways import BUFFERS
 from tests.trainer.lifecycle.players import Player
 from trainer.engine.scripted import Script
 from trainer.expiry import Expiry, ExpiryAction
-from trainer.replay import ReplayBuffer
 from trainer.rollout import Batch, Status
 from trainer.testing import make_segment, run_virtual
-from trainer.trace import TraceStore
 
 P, L = "producer-0", "learner"
 
@@ -41,7 +38,7 @@ def learner(store: Store) -> Iterator[Player]:
 
 @pytest.fixture
 def driver(store: Store) -> Iterator[Player]:
-    """Where the buffer lives, when it is not in the test's own process."""
+    """Where the buffer lives."""
     with Player(store, "replay") as player:
         yield player
 
@@ -57,21 +54,22 @@ class _Nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-async def _batch_for(buffer: ReplayBuffer, producer: Player, uids: list[str], take: int) -> Batch:
+def _batch_for(driver: Player, producer: Player, uids: list[str], take: int) -> Batch:
+    driver.do("own_buffer")
     for uid in uids:
-        await buffer.put(producer.do("make_group", uid), owner=P, train_step=1)
-    return await buffer.take({"math": take}, train_step=1, owner=L, timeout=10)
+        driver.do("put", producer.do("make_group", uid))
+    batch: Batch = driver.do("take", take, 1, L)
+    return batch
 
 
 both = pytest.mark.parametrize("old", [False, True], ids=["now", "canary"])
 
 
 @both
-async def test_a_learner_clears_while_the_producer_inserts(
-    store: Store, producer: Player, learner: Player, old: bool
+def test_a_learner_clears_while_the_producer_inserts(
+    store: Store, producer: Player, learner: Player, driver: Player, old: bool
 ) -> None:
-    buffer = ReplayBuffer(store)
-    batch = await _batch_for(buffer, producer, ["g0", "g1"], take=2)
+    batch = _batch_for(driver, producer, ["g0", "g1"], take=2)
     producer.do("open_and_insert", "future")
     learner.do("train", list(batch.session_ids), old)
     with _expect_canary(old, SessionReleased):
@@ -81,37 +79,34 @@ async def test_a_learner_clears_while_the_producer_inserts(
 
 
 @both
-async def test_a_learner_clears_many_times_while_the_producer_runs(
-    store: Store, producer: Player, learner: Player, old: bool
+def test_a_learner_clears_many_times_while_the_producer_runs(
+    store: Store, producer: Player, learner: Player, driver: Player, old: bool
 ) -> None:
-    buffer = ReplayBuffer(store)
+    driver.do("own_buffer")
     groups = [producer.do("make_group", f"g{i}") for i in range(20)]
     producer.begin("produce_many", 300)
     with _expect_canary(old, SessionReleased):
         for step, group in enumerate(groups, start=1):
-            await buffer.put(group, owner=P)
-            batch = await buffer.take({"math": 1}, train_step=step, owner=L, timeout=10)
+            driver.do("put", group)
+            batch = driver.do("take", 1, step, L)
             learner.do("train", list(batch.session_ids), old)
         assert producer.result() == 300
         assert len(store.sessions.list(P)) == 300
-    buffer.close()
 
 
 @both
-async def test_b_what_was_produced_meanwhile_is_consumed_and_checkpointed_later(
-    store: Store, producer: Player, learner: Player, tmp_path: Path, old: bool
+def test_b_what_was_produced_meanwhile_is_consumed_and_checkpointed_later(
+    store: Store, producer: Player, learner: Player, driver: Player, tmp_path: Path, old: bool
 ) -> None:
-    buffer = ReplayBuffer(store)
-    batch = await _batch_for(buffer, producer, ["g0", "g1", "g2"], take=1)
+    batch = _batch_for(driver, producer, ["g0", "g1", "g2"], take=1)
     learner.do("clear", list(batch.session_ids), old)
     with _expect_canary(old, SessionReleased):
-        await buffer.snapshot(tmp_path)
-        later = await buffer.take({"math": 2}, train_step=2, owner=L, timeout=10)
+        driver.do("snapshot", tmp_path)
+        later = driver.do("take", 2, 2, L)
         assert learner.do("train", list(later.session_ids), False) == [10] * 4
-        with temporary_store("8MiB") as other:
-            again = await ReplayBuffer.resume(tmp_path, other)
-            assert again.count("math", Status.COMPLETED) == 2
-            again.close()
+        with temporary_store("8MiB") as other, Player(other, "replay") as again:
+            assert again.do("resume_buffer", tmp_path) == 2
+            again.do("close_buffer")
 
 
 @both
@@ -149,61 +144,48 @@ def test_d_a_failed_group_is_never_counted_as_completed(
         assert (books["trained"], books["failed"]) == (4, 4)
 
 
-async def _useless_groups(
-    buffer: ReplayBuffer, store: Store, producer: Player, learner: Player, n: int
+def _useless_groups(
+    store: Store, producer: Player, learner: Player, driver: Player, n: int
 ) -> list[int]:
     """Put `n` groups of which most are useless, train the others; -> bytes in use, every tenth."""
     used: list[int] = []
     for i in range(n):
         status = (Status.FAILED, Status.FILTERED, Status.COMPLETED)[i % 3]
-        group = producer.do("make_group", f"g{i}", status)
-        await buffer.put(group, owner=P, train_step=1)
+        driver.do("put", producer.do("make_group", f"g{i}", status))
         if status is Status.COMPLETED:
-            batch = await buffer.take({"math": 1}, train_step=1, owner=L)
+            batch = driver.do("take", 1, 1, L)
             learner.do("train", list(batch.session_ids), False)
         if i % 10 == 0:
             used.append(store.stats().used)
-    buffer.check_books()
     return used
 
 
 @both
-async def test_e_failed_and_filtered_groups_do_not_pile_up(old: bool) -> None:
+def test_e_failed_and_filtered_groups_do_not_pile_up(old: bool) -> None:
     """At length: `python -m tests.trainer.lifecycle.soak`, a hundred thousand groups."""
     with (
         temporary_store("2MiB", max_objects=1 << 14, max_sessions=1 << 12) as store,
         Player(store, P) as producer,
         Player(store, L, heir="replay") as learner,
+        Player(store, "replay") as driver,
     ):
-        buffer = BUFFERS["e" if old else ""](store)
+        driver.do("own_buffer", "e" if old else "")
         with _expect_canary(old, StoreFull) as full:
-            used = await _useless_groups(buffer, store, producer, learner, 1200)
+            used = _useless_groups(store, producer, learner, driver, 1200)
             assert max(used[1:]) == min(used[1:])
-            assert len(buffer) == 0
+            assert store.sessions.list() == []
+            books = driver.do("close_buffer")
+            assert (books["trained"], books["failed"], books["filtered"]) == (800, 800, 800)
         assert not old or full.type is StoreFull, "the memory is full, not a table"
         store.sessions.release(store.sessions.list(), owner="*")
 
 
-class _FreesByWrapper:
-    """Old (f): wrappers are told apart by their Python identity, and an end is counted for each."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def free(self, refs: list[Any]) -> int:
-        return sum(1 for _ in {id(ref) for ref in refs})
-
-
 @both
 def test_f_two_wrappers_of_one_object_free_it_once(
-    store: Store, producer: Player, learner: Player, old: bool
+    store: Store, producer: Player, learner: Player, driver: Player, old: bool
 ) -> None:
-    ref = store.put(b"x" * 1000)
-    name = ref.hex()
-    other = type(ref).from_hex(name)
-    assert other == ref
-    assert other is not ref
-    freed = (_FreesByWrapper(store) if old else store).free([ref, other])
+    name = producer.do("put_bytes", b"x" * 1000)
+    freed = driver.do("free_by_name", [name, name], old)
     with _expect_canary(old):
         assert freed == 1
         later = store.put(b"y" * 1000)  # takes the place of the first
@@ -232,31 +214,28 @@ def test_g_expiry_by_drop_releases_in_one_call_and_never_under_the_lock(
 
 
 @both
-async def test_h_a_new_attempt_after_expiry_cannot_meet_the_old_trace(
-    store: Store, producer: Player, old: bool
+def test_h_a_new_attempt_after_expiry_cannot_meet_the_old_trace(
+    store: Store, producer: Player, driver: Player, old: bool
 ) -> None:
-    buffer = BUFFERS["h" if old else ""](store, expiry=Expiry(max_staleness=0))
-    await buffer.put(producer.do("make_group", "g"), owner=P, train_step=1)
-    await buffer.refresh(train_step=2)
-    lent = buffer.lend("math", Status.EXPIRED, owner=P)
-    assert lent is not None
+    driver.do("own_buffer", "h" if old else "", Expiry(max_staleness=0))
+    driver.do("put", producer.do("make_group", "g"))
+    driver.do("refresh", 2)
+    assert driver.do("lend", Status.EXPIRED, P) is not None
     with _expect_canary(old):
         assert producer.do("insert", "g-0") == 1  # right after the prompt
-        trace = TraceStore(store).export("g-0")
-        assert set(trace.model_steps.tolist()) == {-1, 1}
+        assert producer.do("model_steps", "g-0") == {-1, 1}
 
 
 @both
-async def test_i_lengths_are_checked_before_anything_is_released(
-    store: Store, producer: Player, learner: Player, old: bool
+def test_i_lengths_are_checked_before_anything_is_released(
+    producer: Player, learner: Player, driver: Player, old: bool
 ) -> None:
-    buffer = ReplayBuffer(store)
-    batch = await _batch_for(buffer, producer, ["g"], take=1)
+    batch = _batch_for(driver, producer, ["g"], take=1)
     ids = list(batch.session_ids)
     with _expect_canary(old, SessionReleased):
         lengths = learner.do("train_after_clearing", ids) if old else learner.do("train", ids, old)
         assert lengths == [r.n_tokens for r in batch.rollouts]
-    assert buffer.settle(L) == 2
+    assert driver.do("close_buffer")["trained"] == 2
 
 
 @both
@@ -281,50 +260,47 @@ def test_j_cancellation_at_any_point_leaves_index_sessions_and_books_agreed(
             store.sessions.release(store.sessions.list(), owner="*")
 
 
-async def test_L07_a_killed_learner_loses_nothing_and_nothing_is_trained_twice(
-    store: Store, producer: Player
+def test_L07_a_killed_learner_loses_nothing_and_nothing_is_trained_twice(
+    store: Store, producer: Player, driver: Player
 ) -> None:
-    buffer = ReplayBuffer(store)
     with Player(store, L, heir="replay") as first:
-        batch = await _batch_for(buffer, producer, ["g0", "g1", "g2"], take=2)
+        batch = _batch_for(driver, producer, ["g0", "g1", "g2"], take=2)
         first.puppet.kill()
     store.sweep()
     assert store.sessions.list(L) == []
     assert set(batch.session_ids) <= set(store.sessions.list("replay"))
-    assert buffer.owner_died(L) == (2, [])
+    assert driver.do("owner_died", L) == (2, [])
     with Player(store, L, heir="replay") as second:
-        again = await buffer.take({"math": 3}, train_step=1, owner=L, timeout=10)
+        again = driver.do("take", 3, 1, L)
         assert [g.uid for g in again.groups] == ["g0", "g1", "g2"]
         assert second.do("train", list(again.session_ids), False) == [10] * 6
-        buffer.check_books()
-    assert buffer.accounts.ledger.task("math").trained == 6
+    assert driver.do("close_buffer")["trained"] == 6
 
 
-async def test_L07_without_being_told_the_next_take_finds_what_a_dead_learner_had(
-    store: Store, producer: Player
+def test_L07_without_being_told_the_next_take_finds_what_a_dead_learner_had(
+    store: Store, producer: Player, driver: Player
 ) -> None:
-    buffer = ReplayBuffer(store)
     with Player(store, L, heir="replay") as first:
-        batch = await _batch_for(buffer, producer, ["g0", "g1"], take=2)
+        batch = _batch_for(driver, producer, ["g0", "g1"], take=2)
         first.puppet.kill()
-    again = await buffer.take({"math": 2}, train_step=1, owner="learner-2", timeout=10)
+    again = driver.do("take", 2, 1, "learner-2")
     assert again.groups == batch.groups
     assert store.sessions.list("learner-2") == list(batch.session_ids)
-    buffer.check_books()
+    driver.do("close_buffer")
 
 
-async def test_L12_a_killed_producer_leaves_no_session_and_its_groups_in_the_buffer_stay(
-    store: Store,
+def test_L12_a_killed_producer_leaves_no_session_and_its_groups_in_the_buffer_stay(
+    store: Store, driver: Player
 ) -> None:
-    buffer = ReplayBuffer(store)
+    driver.do("own_buffer")
     with Player(store, P) as producer:
-        await buffer.put(producer.do("make_group", "done"), owner=P)
+        driver.do("put", producer.do("make_group", "done"))
         producer.do("open_and_insert", "half")
         producer.begin("produce_many", 100_000)
         producer.puppet.kill()
-    buffer.owner_died(P)
+    driver.do("owner_died", P)
     assert store.sessions.list() == ["done-0", "done-1"]
-    assert len(await buffer.take({"math": 1}, train_step=1, owner=L, timeout=1)) == 1
+    assert len(driver.do("take", 1, 1, L)) == 1
 
 
 def test_e_a_desk_with_an_engine_that_mostly_fails_stays_flat(store: Store) -> None:

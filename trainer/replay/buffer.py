@@ -78,7 +78,7 @@ class ReplayBuffer:
         owner: str = REPLAY_OWNER,
     ) -> None:
         self.owner = owner
-        self.expiry = _parse_expiry(expiry)
+        self.expiry = Expiry.parse(expiry)
         self.max_bytes = check_max_bytes(max_bytes)
         self.accounts = Accounts()
         self.train_step = 0
@@ -132,9 +132,7 @@ class ReplayBuffer:
             raise
 
     def put_at_once(self, group: Group, *, owner: str) -> Status | None:
-        """As `put`, without waiting: None when there is no room, and then nothing has become of
-        the group.
-        """
+        """As `put`, without waiting: None when there is no room, and nothing was changed."""
         return self._put_at_once(self._readied(group, None, None), owner)
 
     def discard(self, group: Group, *, owner: str) -> None:
@@ -346,7 +344,7 @@ class ReplayBuffer:
         self.settle_all()
         rows = [(entry.seq, entry.group) for entry in (*self._index, *self._away.taken)]
         # Their sessions are being written to: of members under way only the prompt is certain.
-        rows += [(entry.seq, _without_unfinished(entry.group)) for entry in self._away.lent]
+        rows += [(lent.seq, snapshots.without_unfinished(lent.group)) for lent in self._away.lent]
         rows.sort(key=lambda row: row[0])
         return snapshots.freeze(
             self._store,
@@ -549,16 +547,3 @@ class ReplayBuffer:
     def _tell(self) -> None:
         for listener in self._listeners:
             listener()
-
-
-def _parse_expiry(expiry: Expiry | str | None) -> Expiry:
-    if isinstance(expiry, Expiry):
-        return expiry
-    return Expiry() if expiry is None else Expiry(action=ExpiryAction.parse(expiry))
-
-
-def _without_unfinished(group: Group) -> Group:
-    """Members that are not COMPLETED, cut back to their prompt."""
-    return group.with_rollouts(
-        [r if r.status is Status.COMPLETED else r.cut_to_prompt(r.status) for r in group.rollouts]
-    )

@@ -34,7 +34,13 @@ from trainer.run.folder import RunFolder
 from trainer.run.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
 from trainer.run.learner_link import StateLost
 from trainer.run.learner_state import STATE_OWNER
-from trainer.run.opening import open_arena, open_dispatcher, open_sources
+from trainer.run.opening import (
+    open_arena,
+    open_dispatcher,
+    open_sources,
+    words_after,
+    words_before,
+)
 from trainer.run.signals import handlers_put_back, stop_by_signals
 from trainer.run.summary import Summary
 from trainer.run.watchdog import Alarm
@@ -192,7 +198,7 @@ class _Run:
     ) -> bool:
         """False: it was stopped while the processes got ready, and they still do."""
         display = self.display
-        display.note(self._what_is_built())
+        display.note(words_before(self.config, self.checkpoint))
         ready = await self._unless_stopped(self._start(parts))
         if ready is None:
             return False
@@ -200,7 +206,7 @@ class _Run:
         if warmup and not warmup["cached"]:  # its bar ends where the target was reached
             accuracy = f"accuracy {warmup['accuracy']:.2f}"
             display.phase("warm-up", warmup["steps"], warmup["steps"], accuracy)
-        display.note(_built(ready))
+        display.note(words_after(ready))
         weights = await parts.learner.publish(ready.train_step)
         await dispatcher.set_steps(train_step=ready.train_step + 1, model_step=ready.train_step)
         await parts.producer.begin(weights, dispatcher, desk)
@@ -222,17 +228,6 @@ class _Run:
         finally:
             metrics.close()
         return True
-
-    def _what_is_built(self) -> str:
-        config, text = self.config, "building the model"
-        reference = config.learner.kl_coef > 0
-        if self.checkpoint is not None:
-            text += f" of step {self.checkpoint.train_step}"
-            text += ", and that of step 0 as its reference" if reference else ""
-        if config.warmup and (self.checkpoint is None or reference):
-            cached = ", from the cache if it is there" if config.model.cache_dir else ""
-            text += f", with a warm-up{cached}"
-        return text
 
     async def _start(self, parts: Parts) -> LearnerReady:
         """Both processes build their models at once."""
@@ -298,15 +293,3 @@ class _Run:
 
 _EXPECTED = (TrainerError, StoreError, actors.ActorError, OSError)
 """What a run may end with; anything else is a bug of ours and keeps its trace."""
-
-
-def _built(ready: LearnerReady) -> str:
-    text = f"{ready.parameters:,} parameters, at step {ready.train_step}"
-    warmup = ready.warmup
-    if warmup:
-        text += (
-            f", warmed up{' (from the cache)' if warmup['cached'] else ''}: "
-            f"{warmup['steps']:.0f} steps, loss {warmup['loss']:.3f}, "
-            f"accuracy {warmup['accuracy']:.3f}"
-        )
-    return text

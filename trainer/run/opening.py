@@ -1,7 +1,8 @@
 """What a run stands on before it has a process: arena, prompts, buffer, books.
 
-Owns how these are made from the configuration, anew or as the checkpoint left them, and that the
-arena is gone when the run is. Called by `trainer.fit` and `trainer.run.eval_run`, in the driver.
+Owns how these are made from the configuration, anew or as the checkpoint left them, what is said
+while the models are built, and that the arena is gone when the run is. Called by `trainer.fit` and
+`trainer.run.eval_run`, in the driver.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from trainer.environments import PromptSource, build_source
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
+from trainer.run.learner_actor import LearnerReady
 from trainer.run.summary import ArenaLeft, Summary
 from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
 
-__all__ = ["open_arena", "open_dispatcher", "open_sources"]
+__all__ = ["open_arena", "open_dispatcher", "open_sources", "words_after", "words_before"]
 
 _BATCHES_AHEAD_MAX = 8
 """Batches that may be ready or in production, however fresh; bounds buffer and prompts under
@@ -108,3 +110,28 @@ def _dispatch_config(config: Config) -> DispatchConfig:
         over_sampling=schedule.oversample - 1.0,
         useless_in_row_max=config.faults.useless_groups_max,
     )
+
+
+def words_before(config: Config, checkpoint: Checkpoint | None) -> str:
+    """What is being built now."""
+    text, reference = "building the model", config.learner.kl_coef > 0
+    if checkpoint is not None:
+        text += f" of step {checkpoint.train_step}"
+        text += ", and that of step 0 as its reference" if reference else ""
+    if config.warmup and (checkpoint is None or reference):
+        text += ", with a warm-up"
+        text += ", from the cache if it is there" if config.model.cache_dir else ""
+    return text
+
+
+def words_after(ready: LearnerReady) -> str:
+    """What was built."""
+    text = f"{ready.parameters:,} parameters, at step {ready.train_step}"
+    warmup = ready.warmup
+    if warmup:
+        text += (
+            f", warmed up{' (from the cache)' if warmup['cached'] else ''}: "
+            f"{warmup['steps']:.0f} steps, loss {warmup['loss']:.3f}, "
+            f"accuracy {warmup['accuracy']:.3f}"
+        )
+    return text

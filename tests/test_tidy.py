@@ -39,9 +39,7 @@ LIFECYCLE_MODULES = (
 
 UPWARD_IMPORTS = {"trainer/cli.py": "`shmrl bench` in a checkout runs the benchmarks, lazily"}
 ENVIRONMENT_READERS = {"actors/child.py": "sets up the environment of the process that it becomes"}
-SLEEPERS = {
-    "trainer/engine/torch_engine.py": "one turn of the loop before each admission, after an event",
-}
+SLEEPERS: dict[str, str] = {}
 BROAD_HANDLERS: dict[str, str] = {}
 PRINTERS: dict[str, str] = {}
 UNIMPORTED = {

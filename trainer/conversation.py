@@ -22,96 +22,88 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shmstore import StoreFull
-from trainer.engine.protocol import Engine, GenerateRequest, Generation, SamplingParams, Tokenizer
+from shmstore import ObjectRef, StoreFull
+from trainer.engine.protocol import GenerateRequest, Generation, SamplingParams
 from trainer.environment import RolloutAborted, Turn
 from trainer.errors import EngineError, TraceError
+from trainer.group_context import Content, GroupContext, Tokens, joined, same
 from trainer.record import Record, Recorded
 from trainer.rollout import (
     IGNORE_LABEL,
     NO_MODEL_STEP,
     FinishReason,
-    Message,
     Prompt,
     Rollout,
     Segment,
+    Status,
     narrowest_unsigned,
 )
-from trainer.trace import TraceStore
 
-__all__ = ["Content", "Conversation", "Gate", "SharedPrompt"]
-
-#: What can be said to the policy.
-Content = str | Sequence[int] | Sequence[Message]
+__all__ = ["Conversation"]
 
 Routing = NDArray[Any]
 
-
-@dataclass(slots=True)
-class Gate:
-    """Shared by the conversations of one producer: whether new requests may start, and which
-    run.
-    """
-
-    stopping: bool = False
-    running: dict[str, Conversation] = field(default_factory=dict)
-
-
-class SharedPrompt:
-    """The first segment of a group's sessions: stored once, by the member that knows its routing
-    first.
-    """
-
-    def __init__(self, session_ids: Sequence[str]) -> None:
-        #: Sessions that lack it and will get it.
-        self.session_ids = tuple(session_ids)
-        self.tokens: list[int] | None = None
-        self.lock = asyncio.Lock()
+_NOTHING = Record([], ())
 
 
 class Conversation:
     """See the module. Keeps `trainer.environment.Session`."""
 
-    def __init__(
-        self,
-        *,
-        traces: TraceStore,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        prompt: Prompt,
-        rollout: Rollout,
-        group_uid: str,
-        shared: SharedPrompt,
-        gate: Gate,
-        fresh: bool,
-        arena_wait_s: float,
-    ) -> None:
+    __slots__ = (
+        "_apart",
+        "_before",
+        "_closed",
+        "_context",
+        "_ends",
+        "_length",
+        "_n_prompt_nodes",
+        "_n_prompt_tokens",
+        "_n_requests",
+        "_n_routed",
+        "_n_routed_asked",
+        "_n_tokens",
+        "_node",
+        "_parents",
+        "_path_tokens",
+        "_pending",
+        "_reason",
+        "_record",
+        "_rollout",
+        "_sampled_nodes",
+        "_sampled_text",
+        "_step_max",
+        "_step_min",
+        "_stopping",
+        "_turns",
+        "_unfinished",
+        "_unstored",
+        "aborted",
+        "id",
+        "request_id",
+    )
+
+    def __init__(self, context: GroupContext, rollout: Rollout) -> None:
+        #: Id of the trace session.
+        self.id = rollout.session_id
         self.aborted = False
         self.request_id: str | None = None
-        self._traces = traces
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._params = params
-        self._prompt = prompt
+        self._context = context
         self._rollout = rollout
-        self._group_uid = group_uid
-        self._shared = shared
-        self._gate = gate
-        self._arena_wait_s = arena_wait_s
         self._stopping = self._closed = False
         self._n_requests = 0
-        old = rollout.turns
-        self._record = Record([], ()) if fresh else Record.of_session(traces, self.id, old)
+        self._record = (
+            _NOTHING if context.fresh else Record.of_session(context.traces, self.id, rollout.turns)
+        )
         # The path so far: everything below describes stored segments only.
         self._node: int | None = None
-        self._tokens: list[int] = []
+        self._path_tokens: list[Tokens] = []
+        self._length = 0
         self._n_routed = 0
         self._sampled_text: list[str] = []
         # All paths of the session.
@@ -125,19 +117,21 @@ class Conversation:
         self._step_min: int | None = None
         self._step_max: int | None = None
         self._reason: FinishReason | None = None
-        self._pending: list[int] = []
+        # The turn under way: what was said and is not stored yet, the routing that the engine knows
+        # to be known, what an earlier attempt sampled of it, and what waits for room.
+        self._pending: list[Tokens] = []
+        self._n_routed_asked = 0
+        self._before: list[Tokens] = []
+        self._unfinished: Generation | None = None
+        self._unstored: Segment | None = None
+        self._apart: ObjectRef | None = None
 
     # -- what environments use -------------------------------------------------------------------
 
     @property
-    def id(self) -> str:
-        """Id of the trace session."""
-        return self._rollout.session_id
-
-    @property
     def prompt(self) -> Prompt:
         """The task instance."""
-        return self._prompt
+        return self._context.prompt
 
     @property
     def text(self) -> str:
@@ -146,7 +140,7 @@ class Conversation:
 
     async def append(self, content: Content) -> None:
         """Add tokens that no model sampled; they are stored with the next `generate`."""
-        self._pending.extend(self._encode(content))
+        self._say(content)
 
     async def generate(
         self, content: Content | None = None, params: SamplingParams | None = None
@@ -155,27 +149,27 @@ class Conversation:
         if self._closed:
             raise RolloutAborted
         if content is not None:
-            await self.append(content)
-        params = params or self._params
-        self._follow_record_through_pending()
-        replayed = self._replay_turn(params)
-        if replayed is not None:
-            return replayed
-        partial = self._replay_partial_turn()
-        if len(partial) >= params.max_new_tokens:
-            return self._finish_turn(partial, FinishReason.LENGTH)
-        if partial:
-            left = params.max_new_tokens - len(partial)
+            self._say(content)
+        params = params or self._context.params
+        self._before.clear()
+        if self._record:
+            self._follow_record_through_pending()
+            on_record = [] if self._pending else self._record.take_turn(self._node)
+            if on_record:
+                tokens = np.concatenate(self._step_over(on_record))
+                return self._finish_turn(tokens, self._reason_of(tokens, params))
+            self._before = self._replay_partial_turn()
+            left = params.max_new_tokens - sum(map(len, self._before))
+            if left <= 0:
+                return self._finish_turn(np.concatenate(self._before), FinishReason.LENGTH)
             params = dataclasses.replace(params, max_new_tokens=left)
-        generation = await self._request(params)
-        await self._store(generation)
-        partial.extend(generation.token_ids.tolist())
-        if generation.finish_reason is FinishReason.ABORT:
-            self.aborted = True
-            raise RolloutAborted
-        if generation.finish_reason is FinishReason.ERROR:
-            raise EngineError(generation.error or "the engine reported an error without a text")
-        return self._finish_turn(partial, generation.finish_reason)
+        request = self._request(params)
+        try:
+            generation = await self._context.engine.generate(request)
+        finally:
+            self._forget_request()
+        turn = self.finish(generation)
+        return turn if turn is not None else await self.finish_later()
 
     def rewind(self, to: Turn | None = None) -> None:
         """Go back to the end of an earlier turn of this session, on whatever path (None: to the
@@ -195,12 +189,12 @@ class Conversation:
             )
         self._ends.append(self._node)
         self._pending.clear()
-        self._node, self._n_routed = None, 0
-        self._tokens.clear()
+        self._node, self._n_routed, self._length = None, 0, 0
+        self._path_tokens.clear()
         self._sampled_text.clear()
         for one in self._path(None if to is None else to.node):
-            segment = self._traces.segment(self.id, one)
-            self._go_to(one, segment.token_ids.tolist(), segment.n_routed)
+            segment = self._context.traces.segment(self.id, one)
+            self._go_to(one, segment.token_ids.copy(), segment.n_routed)
             if one in self._turns:
                 self._sampled_text.append(self._turns[one].text)
 
@@ -210,13 +204,21 @@ class Conversation:
         """End this conversation part-way: abort its request, refuse the next one."""
         self._stopping = True
         if self.request_id is not None:
-            await self._engine.abort([self.request_id])
+            await self._context.engine.abort([self.request_id])
+
+    def ask(self, content: Content) -> GenerateRequest:
+        """Begin a turn without waiting for it: the request that the caller gives to the engine, and
+        its answer to `finish`. For a conversation of one turn, without a record.
+        """
+        self._say(content)
+        return self._request(self._context.params)
 
     def close(self) -> None:
         """Its environment has ended or is abandoned: whoever still holds this gets no more turns,
         for the session may be another attempt's by then.
         """
         self._closed = True
+        self._forget_request()
 
     @property
     def node(self) -> int | None:
@@ -228,10 +230,15 @@ class Conversation:
         """Whether the path holds a token of the model."""
         return self._step_min is not None
 
-    def outcome(self, **changes: Any) -> Rollout:
-        """The rollout with everything that is known from the trace, and the caller's `changes`."""
+    def outcome(
+        self, status: Status, reward: float | None, error: str | None, generation_time_s: float
+    ) -> Rollout:
+        """The rollout as it ends, with everything that is known from the trace."""
         return self._rollout.evolve(
-            **changes,
+            status=status,
+            reward=reward,
+            error_msg=error,
+            generation_time_s=generation_time_s,
             leaves=self._leaves(),
             turns=tuple(self._turns),
             n_prompt_nodes=self._n_prompt_nodes,
@@ -247,31 +254,24 @@ class Conversation:
     def _follow_record_through_pending(self) -> None:
         """What was said again is on record: step over it. What differs ends the record."""
         record = self._record
-        if not record or (not self._pending and record.samples_after(self._node)):
+        if not self._pending and record.samples_after(self._node):
             return
-        said = record.take_said(self._node, self._pending)
+        said = record.take_said(self._node, joined(self._pending))
         if said is None:
             self._leave_record()
             return
         self._pending.clear()
         self._step_over([said])
 
-    def _replay_turn(self, params: SamplingParams) -> Turn | None:
-        """The next finished turn on record; None when there is none."""
-        turn = [] if self._pending else self._record.take_turn(self._node)
-        if not turn:
-            return None
-        tokens = self._step_over(turn)
-        return self._finish_turn(tokens, self._reason_of(tokens, params))
-
-    def _reason_of(self, tokens: list[int], params: SamplingParams) -> FinishReason:
+    def _reason_of(self, tokens: Tokens, params: SamplingParams) -> FinishReason:
         """Why a turn on record ended: a record holds no reasons, but what it holds tells."""
-        stopped = tokens[-1] in (self._tokenizer.eos_token_id, *params.stop_token_ids)
-        room = self._engine.info.context_max - len(self._tokens)
+        context = self._context
+        stopped = tokens[-1] in (context.tokenizer.eos_token_id, *params.stop_token_ids)
+        room = context.info.context_max - self._length
         full = len(tokens) >= params.max_new_tokens or room <= 0
         return FinishReason.LENGTH if full and not stopped else FinishReason.STOP
 
-    def _replay_partial_turn(self) -> list[int]:
+    def _replay_partial_turn(self) -> list[Tokens]:
         """Tokens of the turn that was aborted, if the conversation has come to it; what is still on
         record then is of another path than this one.
         """
@@ -283,50 +283,48 @@ class Conversation:
     def _leave_record(self) -> None:
         keep = self._record.leave()
         if keep is not None:
-            self._traces.truncate(self.id, keep=keep)
+            self._context.traces.truncate(self.id, keep=keep)
 
-    def _step_over(self, segments: Sequence[Recorded]) -> list[int]:
+    def _step_over(self, segments: Sequence[Recorded]) -> list[Tokens]:
         """Go on behind segments on record; -> their tokens."""
-        found: list[int] = []
         for recorded in segments:
-            tokens = recorded.token_ids.tolist()
-            found += tokens
-            self._advance(recorded.node, tokens, recorded.n_routed)
+            self._advance(recorded.node, recorded.token_ids, recorded.n_routed)
             if recorded.sampled:
                 self._note_sampled(recorded.model_steps)
             elif self._step_min is None:
-                self._note_prompt(len(tokens))
-        return found
+                self._note_prompt(len(recorded.token_ids))
+        return [recorded.token_ids for recorded in segments]
 
     # -- requests --------------------------------------------------------------------------------
 
-    async def _request(self, params: SamplingParams) -> Generation:
-        if self._gate.stopping or self._stopping:
+    def _say(self, content: Content) -> None:
+        tokens = self._context.encode(content)
+        if len(tokens):
+            self._pending.append(tokens)
+
+    def _request(self, params: SamplingParams) -> GenerateRequest:
+        gate = self._context.gate
+        if gate.stopping or self._stopping:
             self.aborted = True
             raise RolloutAborted
-        context = np.array(self._tokens + self._pending, np.int32)
-        if not len(context):
+        tokens = joined(self._path_tokens + self._pending)
+        if not len(tokens):
             raise EngineError("generate without any content: there is no token to continue from")
         self._n_requests += 1
+        self._n_routed_asked = self._n_routed
         request_id = f"{self.id}/{self._rollout.attempt}.{self._n_requests}"
-        request = GenerateRequest(
-            request_id=request_id,
-            session_id=self.id,
-            token_ids=context,
-            params=params,
-            group_id=self._group_uid,
-            n_routed_known=self._n_routed,
-        )
-        self._gate.running[request_id] = self
+        gate.running[request_id] = self
         self.request_id = request_id
-        try:
-            generation = await self._engine.generate(request)
-        finally:
-            self.request_id = None
-            self._gate.running.pop(request_id, None)
-        return self._checked(generation, len(context))
+        return GenerateRequest(
+            request_id, self.id, tokens, params, self._context.group_uid, self._n_routed
+        )
 
-    def _checked(self, generation: Generation, n_context: int) -> Generation:
+    def _forget_request(self) -> None:
+        if self.request_id is not None:
+            self._context.gate.running.pop(self.request_id, None)
+            self.request_id = None
+
+    def _checked(self, generation: Generation) -> Generation:
         """An engine's answer is the world's, not ours: check it before it is stored."""
         k = len(generation.token_ids)
         if len(generation.logprobs) != k or len(generation.model_steps) != k:
@@ -334,7 +332,7 @@ class Conversation:
                 f"the engine returned {k} tokens, {len(generation.logprobs)} log-probs and "
                 f"{len(generation.model_steps)} model steps"
             )
-        info = self._engine.info
+        info = self._context.info
         routed = generation.routed_experts
         if not info.routes or k == 0:
             if routed is not None:
@@ -342,97 +340,147 @@ class Conversation:
             return generation
         if routed is None:
             raise EngineError(f"the engine returned {k} tokens without routed experts")
-        wanted = (n_context + k - 1 - self._n_routed, info.n_layers_moe, info.top_k)
+        n_rows = self._length + sum(map(len, self._pending)) + k - 1 - self._n_routed
+        wanted = (n_rows, info.n_layers_moe, info.top_k)
         if routed.shape != wanted:
             raise EngineError(f"routed experts have shape {routed.shape}; {wanted} was asked for")
-        narrow: Routing = routed.astype(narrowest_unsigned(info.n_experts), copy=False)
-        if narrow is routed:
+        narrow = narrowest_unsigned(info.n_experts)
+        if routed.dtype is narrow:
             return generation
-        return dataclasses.replace(generation, routed_experts=narrow)
+        narrowed: Routing = routed.astype(narrow)
+        return dataclasses.replace(generation, routed_experts=narrowed)
 
     # -- storing ---------------------------------------------------------------------------------
 
-    async def _store(self, generation: Generation) -> None:
-        """The tokens that were kept back, then the sampled ones, each with its rows of routing."""
-        k = len(generation.token_ids)
-        if k == 0:
-            return  # aborted before the first token: what is pending is said again next time
-        routed = generation.routed_experts
-        before = None
-        if routed is not None:
-            n_before = len(self._tokens) - self._n_routed
-            before, routed = (routed[:n_before] if n_before else None), routed[n_before:]
-        if self._pending:
-            n = len(self._pending)
-            await self._insert_said(None if routed is None else routed[:n], before)
-            before = None
-            routed = None if routed is None else routed[n:]
-            self._pending.clear()
-        segment = Segment(
-            token_ids=generation.token_ids,
-            labels=generation.token_ids,
-            logprobs=generation.logprobs,
-            model_steps=generation.model_steps,
-            text=generation.text,
-            routed_experts=routed,
-            routed_before=before,
-        )
-        node = await self._insert([self.id], segment)
-        self._advance(node, segment.token_ids.tolist(), segment.n_routed)
-        self._note_sampled(segment.model_steps)
+    def finish(self, generation: Generation) -> Turn | None:
+        """Store what the engine answered and end the turn, or raise as `generate` does.
 
-    async def _insert_said(self, rows: Routing | None, before: Routing | None) -> None:
-        """Tokens that no model sampled. The first of a group are stored once for all its
-        sessions.
+        None when the arena has no room, or a mate waits for room for their prompt: then
+        `finish_later`.
         """
-        said = self._pending
-        if not self._parents and self.id in self._shared.session_ids:
-            node = await self._insert_shared(said, rows, before)
-        else:
-            node = await self._insert([self.id], self._said(said, rows, before))
+        return self._end_turn(self._checked(generation))
+
+    async def finish_later(self) -> Turn:
+        """The same, once there is room."""
+        while True:
+            await self._make_room()
+            assert self._unfinished is not None
+            turn = self._end_turn(self._unfinished)
+            if turn is not None:
+                return turn
+
+    async def _make_room(self) -> None:
+        """A full arena is waited for in a thread, so the loop goes on; the session is written to on
+        the loop, for this may be cancelled while the thread waits.
+        """
+        context = self._context
+        waits_for_prompt = context.prompt_tokens is None and self._lacks_prompt()
+        async with context.storing if waits_for_prompt else nullcontext():
+            segment, self._unstored = self._unstored, None
+            if segment is not None:
+                wait_s = context.arena_wait_s
+                self._apart = await asyncio.to_thread(context.traces.put_apart, segment, wait_s)
+
+    def _end_turn(self, generation: Generation) -> Turn | None:
+        """What was stored before the arena was full is not stored again."""
+        try:
+            sampled = self._store(generation)
+        except StoreFull:
+            self._unfinished = generation
+            return None
+        if generation.finish_reason is FinishReason.ABORT:
+            self.aborted = True
+            raise RolloutAborted
+        if generation.finish_reason is FinishReason.ERROR:
+            raise EngineError(generation.error or "the engine reported an error without a text")
+        if self._before:
+            tokens = np.concatenate([*self._before, sampled])
+            return self._finish_turn(tokens, generation.finish_reason)
+        return self._finish_turn(sampled, generation.finish_reason, generation.text)
+
+    def _store(self, generation: Generation) -> Tokens:
+        """The tokens that were kept back, then the sampled ones, each with its rows of routing;
+        -> the sampled ones.
+        """
+        if not len(generation.token_ids):  # aborted before the first: what is pending is said again
+            return joined(())
+        if self._pending:
+            self._store_said(generation)
+        before, rows = self._rows(generation, len(generation.token_ids))
+        segment = Segment(
+            generation.token_ids,
+            generation.token_ids,
+            generation.logprobs,
+            generation.model_steps,
+            generation.text,
+            rows,
+            -1,
+            before,
+        )
+        node = self._insert((self.id,), segment)
+        self._advance(node, segment.token_ids, segment.n_routed)
+        self._note_sampled(segment.model_steps)
+        return segment.token_ids
+
+    def _rows(self, generation: Generation, n: int) -> tuple[Routing | None, Routing | None]:
+        """Of the routing, what the end of the path lacks, and that of `n` tokens behind it."""
+        routed = generation.routed_experts
+        if routed is None:
+            return None, None
+        known, end = self._n_routed - self._n_routed_asked, self._length - self._n_routed_asked
+        return (routed[known:end] if known < end else None), routed[end : end + n]
+
+    def _store_said(self, generation: Generation) -> None:
+        """Tokens that no model sampled. The first of a group are stored once for all its sessions,
+        by the member that knows their routing first.
+        """
+        context, said = self._context, joined(self._pending)
+        before, rows = self._rows(generation, len(said))
+        stored = context.prompt_tokens
+        if not self._lacks_prompt():
+            node = self._insert((self.id,), self._segment(said, rows, before))
+        elif stored is None:
+            if context.storing.locked():
+                raise StoreFull("a mate waits for room for the prompt")
+            mates = [sid for sid in context.lack_prompt if sid != self.id]
+            node = self._insert([self.id, *mates], self._segment(said, rows, before))
+            context.prompt_tokens = said
+        elif same(stored, said):
+            node = 0  # a mate has stored it
+        else:  # it was told something else than its mates: a prompt of its own
+            context.traces.truncate(self.id, keep=0)
+            node = self._insert((self.id,), self._segment(said, rows, before))
+        self._pending.clear()
         self._advance(node, said, 0 if rows is None else len(rows))
         if self._step_min is None:
             self._note_prompt(len(said))
 
-    def _said(self, tokens: list[int], rows: Routing | None, before: Routing | None) -> Segment:
-        n = len(tokens)
+    def _lacks_prompt(self) -> bool:
+        return not self._parents and self.id in self._context.lack_prompt
+
+    def _segment(self, said: Tokens, rows: Routing | None, before: Routing | None) -> Segment:
+        n = len(said)
         return Segment(
-            token_ids=np.array(tokens, np.int32),
+            token_ids=said,
             labels=np.full(n, IGNORE_LABEL, np.int32),
             logprobs=np.zeros(n, np.float32),
             model_steps=np.full(n, NO_MODEL_STEP, np.int32),
-            text=self._tokenizer.decode(tokens),
+            text=self._context.tokenizer.decode(said.tolist()),
             routed_experts=rows,
             routed_before=before,
         )
 
-    async def _insert_shared(
-        self, said: list[int], rows: Routing | None, before: Routing | None
-    ) -> int:
-        """Store the prompt for all members, or use what a mate stored for this one."""
-        shared = self._shared
-        async with shared.lock:
-            if shared.tokens is None:
-                mates = [sid for sid in shared.session_ids if sid != self.id]
-                node = await self._insert([self.id, *mates], self._said(said, rows, before))
-                shared.tokens = list(said)
-                return node
-        if shared.tokens == said:
-            return 0
-        # This member was told something else than its mates: a prompt of its own.
-        self._traces.truncate(self.id, keep=0)
-        return await self._insert([self.id], self._said(said, rows, before))
-
-    async def _insert(self, session_ids: Sequence[str], segment: Segment) -> int:
-        """-> node in the first session. A full arena is waited for in a thread, so the loop goes
-        on; the session is written to here, for this may be cancelled while the thread waits.
-        """
-        parent = self._node
+    def _insert(self, session_ids: Sequence[str], segment: Segment) -> int:
+        """-> node in the first session. Raises StoreFull, and `_make_room` helps."""
+        traces, parent = self._context.traces, self._node
+        if self._apart is not None:
+            stored, self._apart = self._apart, None
+            return traces.attach(session_ids, stored, parent)[0]
         try:
-            return self._traces.insert_shared(session_ids, segment, parent)[0]
+            return traces.insert_shared(session_ids, segment, parent)[0]
         except StoreFull:
-            stored = await asyncio.to_thread(self._traces.put_apart, segment, self._arena_wait_s)
-            return self._traces.attach(session_ids, stored, parent)[0]
+            self._unstored = segment
+            raise
 
     # -- the path --------------------------------------------------------------------------------
 
@@ -446,6 +494,8 @@ class Conversation:
 
     def _leaves(self) -> tuple[int, ...]:
         """Where paths end that hold tokens of the model."""
+        if not self._ends and self._node is not None:  # it never went back: one path of all nodes
+            return (self._node,) if self._sampled_nodes else ()
         paths = [self._path(node) for node in dict.fromkeys([*self._ends, self._node])]
         inner = {node for path in paths for node in path[:-1]}
         return tuple(
@@ -454,7 +504,7 @@ class Conversation:
             if path and path[-1] not in inner and not self._sampled_nodes.isdisjoint(path)
         )
 
-    def _advance(self, node: int, tokens: list[int], n_routed: int) -> None:
+    def _advance(self, node: int, tokens: Tokens, n_routed: int) -> None:
         """A segment that the session got, or had from an earlier attempt, at the end of the
         path.
         """
@@ -463,17 +513,18 @@ class Conversation:
         self._parents[node] = self._node
         self._go_to(node, tokens, n_routed)
 
-    def _go_to(self, node: int, tokens: list[int], n_routed: int) -> None:
+    def _go_to(self, node: int, tokens: Tokens, n_routed: int) -> None:
         self._node = node
         if n_routed:
-            self._n_routed = len(self._tokens) + n_routed
-        self._tokens += tokens
+            self._n_routed = self._length + n_routed
+        self._path_tokens.append(tokens)
+        self._length += len(tokens)
 
     def _note_prompt(self, n_tokens: int) -> None:
         self._n_prompt_nodes += 1
         self._n_prompt_tokens += n_tokens
 
-    def _note_sampled(self, model_steps: NDArray[np.int32]) -> None:
+    def _note_sampled(self, model_steps: Tokens) -> None:
         assert self._node is not None
         self._sampled_nodes.add(self._node)
         steps = model_steps.tolist()  # a handful: numpy's reductions cost more than the list
@@ -481,20 +532,12 @@ class Conversation:
         self._step_min = low if self._step_min is None else min(low, self._step_min)
         self._step_max = high if self._step_max is None else max(high, self._step_max)
 
-    def _finish_turn(self, tokens: list[int], reason: FinishReason) -> Turn:
+    def _finish_turn(self, tokens: Tokens, reason: FinishReason, text: str | None = None) -> Turn:
+        """`text`: of these tokens, where it is known."""
         assert self._node is not None
         self._reason = reason
-        text = self._tokenizer.decode(tokens)
-        turn = Turn(text, np.array(tokens, np.int32), reason, self._node)
-        self._turns[self._node] = turn
+        if text is None:
+            text = self._context.tokenizer.decode(tokens.tolist())
+        turn = self._turns[self._node] = Turn(text, tokens.copy(), reason, self._node)
         self._sampled_text.append(text)
         return turn
-
-    def _encode(self, content: Content) -> list[int]:
-        if isinstance(content, str):
-            return self._tokenizer.encode(content)
-        if not content:
-            return []
-        if isinstance(content[0], (int, np.integer)):
-            return [int(token) for token in content]  # type: ignore[arg-type]
-        return self._tokenizer.apply_chat_template(content)  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.conversation import Gate
 from trainer.errors import ConfigError
+from trainer.group_context import Gate
 from trainer.pending import PendingGroup, ProducerConfig, ProducerParts
 from trainer.rollout import Prompt, Status
 from trainer.trace import TraceStore

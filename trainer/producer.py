@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from trainer.conversation import Gate
+from trainer.group_context import Gate
 from trainer.pending import PendingGroup, ProducerConfig, ProducerParts
 from trainer.rollout import Group, Status
 from trainer.work import Work

@@ -65,12 +65,12 @@ class Record:
         """Whether the model goes on at `node` next."""
         return bool(self._left) and self._left[-1].sampled and self._left[-1].parent == node
 
-    def take_said(self, node: int | None, tokens: list[int]) -> Recorded | None:
+    def take_said(self, node: int | None, tokens: NDArray[np.int32]) -> Recorded | None:
         """The next segment, when it was said at `node` and is `tokens`."""
         following = self._left[-1] if self._left else None
         if following is None or following.sampled or following.parent != node:
             return None
-        return self._left.pop() if following.token_ids.tolist() == tokens else None
+        return self._left.pop() if np.array_equal(following.token_ids, tokens) else None
 
     def take_turn(self, node: int | None) -> list[Recorded]:
         """The segments of the next turn, when the model began it at `node` and came to its end."""

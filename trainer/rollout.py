@@ -4,8 +4,8 @@ All of them are values: frozen, compared by content, changed only by making a ne
 was read stays what it was, so a failed group cannot turn into a completed one because somebody
 wiped its fields (lifecycle L09). A rollout names its session and positions in it; it never holds a
 reference to an object of the arena (L05), so dropping a rollout frees nothing and keeping one keeps
-nothing alive. Rollouts and groups are msgspec structs, because every process makes many: as frozen
-dataclasses they took ten times as long to make and to change.
+nothing alive. Rollouts, groups and segments are msgspec structs, because every process makes many:
+as frozen dataclasses they took ten times as long to make and to change.
 
 Who writes what: the sampler makes a `Prompt`; the producer makes `Rollout` and `Group` and fills in
 what engine and judge answered; the replay buffer changes `status` on expiry; nobody else writes.
@@ -66,6 +66,8 @@ class Status(enum.Enum):
     EXPIRED = "expired"  # too stale
     FAILED = "failed"  # engine, tool or judge error
     FILTERED = "filtered"  # valid but useless
+
+    __hash__ = object.__hash__  # that of Enum is a function of Python, and sets of these are many
 
 
 #: The first of these that any member has is the status of the group.
@@ -200,7 +202,7 @@ class Group(msgspec.Struct, frozen=True):
         if not self.rollouts:
             raise BadGroup(f"group {self.uid!r} has no rollouts; a group holds at least one")
         for member in self.rollouts:
-            if not isinstance(member, Rollout):
+            if type(member) is not Rollout and not isinstance(member, Rollout):
                 raise BadGroup(f"the members of a group are Rollouts, not {member!r}")
         if not self.uid:
             force_setattr(self, "uid", self.rollouts[0].session_id)
@@ -330,8 +332,7 @@ class Batch:
         return iter(self.groups)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, eq=False):
     """A run of tokens with one origin; `n` tokens, unshifted (the learner shifts).
 
     token_ids int32 [n]; labels int32 [n], equal to the token where the policy sampled it and it is
@@ -361,29 +362,35 @@ class Segment:
             raise BadSegment(f"text is {self.text!r}; a str is needed")
         if not self.text.isascii():
             _check_utf8(self.text)
+        given: tuple[Any, ...] = self.token_ids, self.labels, self.logprobs, self.model_steps
+        ids, labels, logp, steps = given
+        # The common case (an engine's own arrays) costs a few comparisons and no call.
+        if not (
+            type(ids) is type(labels) is type(logp) is type(steps) is np.ndarray
+            and ids.dtype is labels.dtype is steps.dtype is _INT32
+            and logp.dtype is _FLOAT32
+            and ids.shape == labels.shape == logp.shape == steps.shape
+            and ids.strides == labels.strides == logp.strides == steps.strides == _WITHOUT_GAPS
+        ):
+            self._convert_columns()
+        self._check_routing(self.token_ids.size)
+
+    def _convert_columns(self) -> None:
         n = np.size(self.token_ids)
         for name, dtype in _COLUMNS:
-            given = getattr(self, name)
-            # The common case (an engine's own arrays) costs a few comparisons and no call.
-            if (
-                type(given) is not np.ndarray
-                or given.dtype is not dtype
-                or not given.flags.c_contiguous
-            ):
-                given = _converted(name, given, dtype)
-                object.__setattr__(self, name, given)
+            given = _converted(name, getattr(self, name), dtype)
             if given.shape != (n,):
                 raise BadSegment(
                     f"{name} has shape {given.shape}, but there are {n} token_ids: need ({n},)"
                 )
-        self._check_routing(n)
+            force_setattr(self, name, given)
 
     def _check_routing(self, n: int) -> None:
         routed = self.routed_experts
         if routed is None:
             if self.n_routed > 0 or self.routed_before is not None:
                 raise BadSegment("n_routed or routed_before is given, but routed_experts is None")
-            object.__setattr__(self, "n_routed", 0)
+            force_setattr(self, "n_routed", 0)
             return
         routed = _narrowed("routed_experts", routed)
         before = self.routed_before
@@ -404,9 +411,11 @@ class Segment:
         known = len(routed) if self.n_routed < 0 else self.n_routed
         if not 0 <= known <= len(routed):
             raise BadSegment(f"n_routed is {known}, but routed_experts has {len(routed)} rows")
-        object.__setattr__(self, "n_routed", known)
-        object.__setattr__(self, "routed_experts", routed)
-        object.__setattr__(self, "routed_before", before)
+        force_setattr(self, "n_routed", known)
+        if routed is not self.routed_experts:
+            force_setattr(self, "routed_experts", routed)
+        if before is not self.routed_before:
+            force_setattr(self, "routed_before", before)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -458,7 +467,10 @@ def _narrowed(name: str, given: object) -> NDArray[np.uint8] | NDArray[np.uint16
             "of whole numbers"
         )
     dtype: np.dtype[Any] = array.dtype
-    if dtype is not _UINT8 and dtype is not _UINT16:
+    if dtype is _UINT8 or dtype is _UINT16:
+        if array.flags.c_contiguous:
+            return array
+    else:
         low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
         if low < 0 or high >= 1 << 16:
             raise BadSegment(f"{name} go from {low} to {high}; experts are numbered 0 to 65535")
@@ -503,6 +515,7 @@ _UINT8 = np.dtype(np.uint8)
 _UINT16 = np.dtype(np.uint16)
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
+_WITHOUT_GAPS = (4,)
 _COLUMNS = (
     ("token_ids", _INT32),
     ("labels", _INT32),

@@ -15,7 +15,7 @@ import asyncio
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +241,12 @@ class _World:
         return self.dispatcher.train_step
 
     def parts_of(self) -> ProducerParts:
-        environment = _Deaf(_ENVIRONMENTS[self.plan.environment], self.plan, self.checker)
-        return ProducerParts(self.engine, self.traces, ByteTokenizer(), environment, self.judge)
+        plan = self.plan
+        environment = _Deaf(_ENVIRONMENTS[plan.environment], plan, self.checker)
+        parts = ProducerParts(self.engine, self.traces, ByteTokenizer(), environment, self.judge)
+        if plan.environment == "one turn" and plan.seed % 2:  # without running it
+            return replace(parts, one_turn=lambda prompt: prompt.text)
+        return parts
 
     def spawn_producer(self, name: str) -> None:
         config = ProducerConfig(

@@ -46,6 +46,7 @@ class Batcher:
         self.running: list[Sequence] = []
         self.prompts_computed = self.prompts_reused = 0
         self._weights_seen = 0  # how often the weights have changed
+        self.length_max = runner.cache.length_max  # of a sequence that has all of it
         self._prefill_max = config.prefill_tokens_max
         self._decode_text = decode_text
         self._sampling: BatchSampling | None = None  # of the running ones; None after a change
@@ -59,10 +60,6 @@ class Batcher:
         """What has ended since the last call."""
         done, self._outcomes = self._outcomes, []
         return done
-
-    def can_ever_fit(self, sequence: Sequence) -> bool:
-        """Whether the cache is large enough for this sequence alone."""
-        return self.runner.cache.fits(1, sequence.length_max)
 
     def weights_changed(self) -> None:
         """Kept prefixes belong to the old weights. Running sequences keep their keys and values,

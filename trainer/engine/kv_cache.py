@@ -61,6 +61,8 @@ class SlotCache:
 
     def __init__(self, shape: CacheShape, slots_max: int, limit_bytes: int) -> None:
         self.shape, self.slots_max, self.limit_bytes = shape, slots_max, limit_bytes
+        #: Tokens that a single sequence may have.
+        self.length_max = limit_bytes // (_LENGTH_STEP * shape.token_bytes) * _LENGTH_STEP
         self.slots = self.length = 0
         self.kv, self.routing = self._empty(0, 0)
 

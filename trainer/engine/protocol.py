@@ -10,11 +10,13 @@ Implementations: `trainer.engine.scripted` (no model), the torch engine. Imports
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +29,7 @@ __all__ = [
     "GenerateRequest",
     "Generation",
     "SamplingParams",
+    "Submits",
     "SyncMode",
     "Tokenizer",
     "WeightsVersion",
@@ -66,8 +69,7 @@ class SamplingParams:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True, eq=False):
     """One continuation of a context.
 
     token_ids int32 [P]: the whole context so far. `group_id`: requests of one group share a prefix
@@ -169,6 +171,17 @@ class Engine(Protocol):
 
     async def aclose(self) -> None:
         """End everything and give back what is held. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Submits(Protocol):
+    """An engine that answers by a future, so that waiting for it needs no task."""
+
+    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
+        """As `Engine.generate`: cancelling the future drops the request, and an `EngineError` is
+        raised here or is its exception.
+        """
         ...
 
 

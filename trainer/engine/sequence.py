@@ -6,6 +6,7 @@ only; `cancelled` alone is written by the loop and read by the worker.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from dataclasses import dataclass, field
 
@@ -26,7 +27,7 @@ class Cancelled(enum.Enum):
     DROP = enum.auto()  # nobody waits for it any more
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A context, its continuation so far, and where it may end."""
 
@@ -36,6 +37,8 @@ class Sequence:
     """Tokens of context and continuation together."""
     seed: int
     stop_ids: frozenset[int]
+    future: asyncio.Future[Generation] | None = None
+    """Whoever asked waits for it; the loop's."""
     cancelled: Cancelled = Cancelled.NO
     weights_seen: int = 0
     """Which weights of the engine computed its first token; see `Batcher.weights_changed`."""

@@ -1,24 +1,27 @@
 """The built-in engine: any causal language model of transformers, in this process.
 
 Owns one worker thread, in which everything that touches the model runs, so that the event loop
-stays free while tokens are computed. Requests go in through a queue that the worker empties between
-two decode steps; results come back as they end. Promises: an engine error fails one rollout; an
-abort keeps what there is; new weights are taken between two decode steps, and each token records
-the model step that sampled it. All coroutines belong to one event loop.
+stays free while tokens are computed. It rests until it is rung for; requests go in through an inbox
+that it empties between two decode steps; results come back as they end. Promises: an engine error
+fails one rollout; an abort keeps what there is; new weights are taken between two decode steps, and
+each token records the model step that sampled it. All coroutines belong to one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shmstore import ObjectFreed
 from trainer.engine.batching import Batcher, Outcome
@@ -27,6 +30,7 @@ from trainer.engine.protocol import (
     EngineInfo,
     GenerateRequest,
     Generation,
+    SamplingParams,
     SyncMode,
     Tokenizer,
     WeightsVersion,
@@ -41,9 +45,12 @@ from trainer.model.models import context_max
 __all__ = ["EngineClosed", "EngineCounters", "PromptTooLong", "TorchEngine", "WeightsLoader"]
 
 _PASSES_A_HAND_OVER = 4
-"""Results are handed to the loop after so many passes while the engine computes: a turn ends as if
-it had been three tokens longer at most. Waking the loop between two passes costs more than what it
-then does, because a pass empties the core's caches: 150 µs a conversation, and 90 µs like this.
+_PASSES_A_HAND_OVER_MAX = 16
+_SHARE_A_HAND_OVER = 8
+"""While the engine computes, results are handed to the loop after so few passes at least and so
+many at most, in between once they are an eighth of what runs: a turn ends as if it had been a few
+tokens longer. Waking the loop between two passes costs more than what it then does, because a pass
+empties the core's caches.
 """
 WeightsLoader = Callable[[Any, WeightsVersion], None]
 """Copies a published version into the model; called in the worker thread."""
@@ -105,15 +112,20 @@ class TorchEngine:
         self._model_step = model_step
         self._inbox: deque[_Sequence | _Swap] = deque()
         self._swaps: deque[_Swap] = deque()  # the worker's; the first may wait for a pause
-        self._futures: dict[_Sequence, asyncio.Future[Generation]] = {}
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._asked: dict[asyncio.Future[Generation], _Sequence] = {}
+        self._worker: threading.Thread | None = None
+        self._bell: SimpleQueue[bool] = SimpleQueue()  # rung for a worker that rests; False: go
+        self._at_rest = asyncio.Event()  # the worker's bell was not rung since it came to rest
+        self._at_rest.set()
+        self._some_cancelled = False  # set by the loop, cleared by the worker
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pump: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
         self._closing = False
+        self._halted = False  # the interpreter is about to end
         self._broken: BaseException | None = None
         self._tokens = self._steps = 0
         self._busy_s = self._cpu_s = 0.0
+        self._checked_context: NDArray[np.int32] | None = None
+        self._stop_ids: tuple[SamplingParams, frozenset[int]] | None = None
         routing = self._runner.routing.info
         self._info = EngineInfo(
             vocab_size=int(model.config.vocab_size),
@@ -152,31 +164,35 @@ class TorchEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """One continuation. Raises EngineError (PromptTooLong, EngineClosed), for this one only."""
+        return await self.submit(request)
+
+    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
+        """See `trainer.engine.protocol.Submits`."""
         loop = self._start()
         sequence = self._accept(request)
-        future: asyncio.Future[Generation] = loop.create_future()
-        self._futures[sequence] = future
+        future = sequence.future = loop.create_future()
+        self._asked[future] = sequence
+        future.add_done_callback(self._settled)
         self._inbox.append(sequence)
-        self._wake.set()
-        try:
-            return await future
-        except asyncio.CancelledError:
+        self._ring()
+        return future
+
+    def _settled(self, future: asyncio.Future[Generation]) -> None:
+        sequence = self._asked.pop(future)
+        if future.cancelled():
             sequence.cancelled = Cancelled.DROP
-            self._wake.set()
-            raise
-        finally:
-            self._futures.pop(sequence, None)
+            self._some_cancelled = True
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Ends requests (None: all), which then return with `FinishReason.ABORT`."""
         wanted = None if request_ids is None else frozenset(request_ids)
         count = 0
-        for sequence in self._futures:
+        for sequence in self._asked.values():
             if wanted is None or sequence.request.request_id in wanted:
                 if sequence.cancelled is Cancelled.NO:
                     sequence.cancelled = Cancelled.ABORT
                 count += 1
-        self._wake.set()
+        self._some_cancelled = True
         return count
 
     async def load_weights(self, weights: WeightsVersion, mode: SyncMode = "pause") -> None:
@@ -192,7 +208,7 @@ class TorchEngine:
         loop = self._start()
         swap = _Swap(weights, mode, loop.create_future())
         self._inbox.append(swap)
-        self._wake.set()
+        self._ring()
         await swap.done
 
     async def aclose(self) -> None:
@@ -201,10 +217,10 @@ class TorchEngine:
             return
         await self.abort()
         self._closing = True
-        self._wake.set()
-        if self._pump is not None:
-            await self._pump
-        self._worker.shutdown(wait=True)
+        await self._at_rest.wait()
+        self._end_all(EngineClosed("the engine was closed"))
+        atexit.unregister(self._halt)
+        self._halt()
         self._runner.close()
         self._batcher.prefixes.clear()
 
@@ -216,13 +232,77 @@ class TorchEngine:
             raise EngineError(f"the engine broke and takes no more: {self._broken!r}")
         if self._loop is None:
             self._loop = loop
-            self._pump = loop.create_task(self._run_worker(), name="engine-pump")
+            # A daemon, so that an engine that nobody closed keeps no process alive.
+            self._worker = threading.Thread(target=self._serve, name="engine", daemon=True)
+            self._worker.start()
+            atexit.register(self._halt)
         if loop is not self._loop:
             raise EngineError("an engine serves one event loop; this is another one")
         return loop
 
+    def _halt(self) -> None:
+        """End the worker, after the pass that it is in."""
+        self._halted = True
+        self._bell.put(False)
+        if self._worker is not None:
+            self._worker.join()
+
+    def _ring(self) -> None:
+        """There is work: wakes the worker if it rests. A busy one looks by itself."""
+        if self._at_rest.is_set():
+            assert self._loop is not None
+            self._at_rest.clear()
+            self._loop.call_soon(self._ring_in_a_turn)
+
+    def _ring_in_a_turn(self) -> None:
+        """Everything that was woken in this turn of the loop asks first, so that requests made
+        together are admitted together.
+        """
+        assert self._loop is not None
+        self._loop.call_soon(lambda: self._bell.put(True))
+
+    def _rested(self, outcomes: list[Outcome]) -> None:
+        """The worker had nothing left to do; it may not have seen what came meanwhile."""
+        self._deliver(outcomes)
+        if self._inbox:
+            self._ring_in_a_turn()
+        else:
+            self._at_rest.set()
+
+    def _broke(self, error: BaseException) -> None:
+        """Our own mistake: nobody may wait for an engine that is gone."""
+        self._broken = error
+        self._end_all(EngineError(f"the engine broke: {error!r}"))
+        self._at_rest.set()
+
     def _accept(self, request: GenerateRequest) -> _Sequence:
         """The request as a sequence, or EngineError saying what is wrong with it."""
+        context, params = request.token_ids, request.params
+        if context is not self._checked_context:  # group mates share theirs
+            context = self._checked(request)
+        name = f"request {request.request_id}"
+        if not 0 <= request.n_routed_known <= len(context):
+            raise EngineError(
+                f"{name} knows the routing of {request.n_routed_known} of {len(context)} tokens"
+            )
+        if len(self._asked) >= self._config.waiting_max + self._config.max_batch:
+            raise EngineError(f"{name}: {self._config.waiting_max} requests are waiting already")
+        length_max = min(self._info.context_max, len(context) + params.max_new_tokens)
+        if length_max > self._batcher.length_max:
+            raise EngineError(
+                f"{name} may grow to {length_max} tokens, which do not fit "
+                f"engine.kv_bytes = {self._config.kv_bytes}"
+            )
+        if self._stop_ids is None or self._stop_ids[0] is not params:
+            stop_ids = frozenset((*params.stop_token_ids, self._tokenizer.eos_token_id))
+            self._stop_ids = params, stop_ids
+        seed = params.seed
+        if seed is None:
+            seed = seed_of(self._config.seed, request.session_id)
+        return _Sequence(request, context, length_max, seed, self._stop_ids[1])
+
+    def _checked(self, request: GenerateRequest) -> NDArray[np.int32]:
+        """The context as the model takes it; what cannot be changed any more is kept in mind."""
         context = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         name, limit = f"request {request.request_id}", self._info.context_max
         if context.ndim != 1 or not len(context):
@@ -234,53 +314,13 @@ class TorchEngine:
             )
         if context.view(np.uint32).max() >= self._info.vocab_size:  # a negative one is a huge one
             raise EngineError(f"{name} has token ids outside 0 … {self._info.vocab_size - 1}")
-        if not 0 <= request.n_routed_known <= len(context):
-            raise EngineError(
-                f"{name} knows the routing of {request.n_routed_known} of {len(context)} tokens"
-            )
-        if len(self._futures) >= self._config.waiting_max + self._config.max_batch:
-            raise EngineError(f"{name}: {self._config.waiting_max} requests are waiting already")
-        params = request.params
-        seed = params.seed
-        sequence = _Sequence(
-            request=request,
-            context=context,
-            length_max=min(limit, len(context) + params.max_new_tokens),
-            seed=seed_of(self._config.seed, request.session_id) if seed is None else seed,
-            stop_ids=frozenset((*params.stop_token_ids, self._tokenizer.eos_token_id)),
-        )
-        if not self._batcher.can_ever_fit(sequence):
-            raise EngineError(
-                f"{name} may grow to {sequence.length_max} tokens, which do not fit "
-                f"engine.kv_bytes = {self._config.kv_bytes}"
-            )
-        return sequence
-
-    async def _run_worker(self) -> None:
-        """Keeps the worker busy while there is work; ends when the engine is closed."""
-        assert self._loop is not None
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            # Let everything that was woken in this turn of the loop ask first, so that requests
-            # made together are admitted together.
-            await asyncio.sleep(0)
-            try:
-                outcomes = await self._loop.run_in_executor(self._worker, self._work)
-            except (
-                Exception
-            ) as error:  # our own mistake: nobody may wait for an engine that is gone
-                self._broken = error
-                self._end_all(EngineError(f"the engine broke: {error!r}"))
-                return
-            self._deliver(outcomes)
-            if self._closing:
-                self._end_all(EngineClosed("the engine was closed"))
-                return
+        if not context.flags.writeable:
+            self._checked_context = context
+        return context
 
     def _end_all(self, error: EngineError) -> None:
         """Nobody waits any more: requests and new weights that are still open fail with `error`."""
-        for future in self._futures.values():
+        for future in self._asked:
             if not future.done():
                 future.set_exception(error)
         for item in (*self._inbox, *self._swaps):
@@ -289,8 +329,9 @@ class TorchEngine:
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         for sequence, outcome in outcomes:
-            future = self._futures.get(sequence)
-            if future is None or future.done():
+            future = sequence.future
+            assert future is not None, "it was submitted"
+            if future.done():
                 continue
             if isinstance(outcome, EngineError):
                 future.set_exception(outcome)
@@ -300,19 +341,40 @@ class TorchEngine:
     # --- the worker's side ----------------------------------------------------------------------
 
     @torch.inference_mode()
+    def _serve(self) -> None:
+        """The life of the worker: works when it is rung for, until it is sent away."""
+        while self._bell.get():
+            try:
+                self._tell(self._rested, self._work())
+            except BaseException as error:  # whatever ends the worker, nobody may wait for it
+                self._tell(self._broke, error)
+                return
+
+    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
+        """Calls back on the loop; on one that was closed under us nobody listens."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
     def _work(self) -> list[Outcome]:
         """Runs until nothing is left to do; → what ended last, the rest was delivered before."""
-        assert self._loop is not None
         batcher, passes = self._batcher, 0  # passes since the last hand-over
         outcomes: list[Outcome] = []
         while True:
+            cancelled = self._some_cancelled
+            if cancelled:  # cleared before the inbox is read: what is cancelled later is seen later
+                self._some_cancelled = False
             while self._inbox:
                 item = self._inbox.popleft()
                 if isinstance(item, _Swap):
                     self._swaps.append(item)
                 else:
                     batcher.waiting.append(item)
-            batcher.end_cancelled()
+            if cancelled:
+                batcher.end_cancelled()
             self._swap_weights()
             began, cpu_began = time.perf_counter(), time.thread_time()
             if not self._swaps:
@@ -326,11 +388,15 @@ class TorchEngine:
             # After each pass: a busy engine may not return for hours.
             self._busy_s += time.perf_counter() - began
             self._cpu_s += time.thread_time() - cpu_began
-            if not batcher.busy and not self._inbox and not self._swaps:
+            idle = not batcher.busy and not self._inbox and not self._swaps
+            if idle or self._halted:
                 return outcomes
             passes += 1
-            if outcomes and passes >= _PASSES_A_HAND_OVER:
-                self._loop.call_soon_threadsafe(self._deliver, outcomes)
+            if passes < _PASSES_A_HAND_OVER or not outcomes:
+                continue
+            n_due = len(batcher.running) // _SHARE_A_HAND_OVER
+            if len(outcomes) >= n_due or passes >= _PASSES_A_HAND_OVER_MAX:
+                self._tell(self._deliver, outcomes)
                 outcomes, passes = [], 0
 
     def _swap_weights(self) -> None:
@@ -341,20 +407,19 @@ class TorchEngine:
                 return
             self._swaps.popleft()
             assert self._loader is not None
-            assert self._loop is not None
             try:
                 self._loader(self._runner.model, swap.weights)
             except ObjectFreed as error:  # retired: as itself, whoever asked knows a newer one
-                self._loop.call_soon_threadsafe(_fail, swap.done, error)
+                self._tell(_fail, swap.done, error)
                 continue
             except Exception as error:  # whatever the loader raises belongs to who asked for it
                 failure = EngineError(f"weights of step {swap.weights.model_step}: {error}")
                 failure.__cause__ = error
-                self._loop.call_soon_threadsafe(_fail, swap.done, failure)
+                self._tell(_fail, swap.done, failure)
                 continue
             self._model_step = swap.weights.model_step
             self._batcher.weights_changed()
-            self._loop.call_soon_threadsafe(_succeed, swap.done)
+            self._tell(_succeed, swap.done)
 
 
 def _succeed(future: asyncio.Future[None]) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 from trainer.config.schema import EnvironmentConfig, TaskConfig
 from trainer.environment import Environment, Session
-from trainer.environments.single_turn import SingleTurn
+from trainer.environments.single_turn import SingleTurn, content_of
 from trainer.environments.tools import ToolLoop
 from trainer.errors import ToolError
+from trainer.group_context import Content
 from trainer.judge import TaskJudge, build_judge
 from trainer.rollout import Prompt, Trace
 from trainer.user_code.targets import TargetError, resolve
@@ -53,6 +54,11 @@ class ByTask:
             # than it could ever save.
             return environment.run(session, prompt)
         return self._run_within(self._limits_s[prompt.task], environment, session, prompt)
+
+    def one_turn(self, prompt: Prompt) -> Content | None:
+        """What `run` would say about the prompt, when that is all that it would do; else None."""
+        known = type(self._environments.get(prompt.task)) is SingleTurn
+        return content_of(prompt) if known else None
 
     async def _run_within(
         self, limit_s: float, environment: Environment, session: Session, prompt: Prompt

@@ -98,6 +98,7 @@ class ProducerActor:
             tokenizer=tokenizer,
             environment=self._tasks,
             judge=self._tasks,
+            one_turn=self._tasks.one_turn,
         )
         keep_for_good()
 

@@ -138,7 +138,12 @@ async def desk(
     engine = engine or ScriptedEngine(script or Script(token_s=0.1))
     traces = TraceStore(store)
     parts = ProducerParts(
-        engine, traces, ByteTokenizer(), environment or OneTurn(), judge or CountingJudge()
+        engine,
+        traces,
+        ByteTokenizer(),
+        environment or OneTurn(),
+        judge or CountingJudge(),
+        one_turn=(lambda prompt: prompt.text) if environment is None else None,
     )
     config = ProducerConfig(
         group_size=dispatch["group_size"], **{"groups_max": 8, **(produce or {})}

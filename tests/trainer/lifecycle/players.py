@@ -77,7 +77,7 @@ def make_group(
 def produce(state: State, uid: str, failure_rate: float) -> Group:
     """A group as it comes out of production, with an engine that fails so often."""
     from tests.trainer.lifecycle.kit import Questions
-    from trainer.conversation import Gate
+    from trainer.group_context import Gate
     from trainer.pending import PendingGroup, ProducerConfig
     from trainer.work import Work
 

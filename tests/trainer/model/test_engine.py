@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.trainer.model.engines import Brake, running, same_generation
 from tests.trainer.model.families import FAMILIES, MIXTURES, family, generate, prompts, request

@@ -10,7 +10,7 @@ import torch
 
 from tests.trainer.model.engines import LONG, Brake, endless, running, same_generation
 from tests.trainer.model.families import family, generate, request
-from trainer.engine.protocol import Generation, WeightsVersion
+from trainer.engine.protocol import Generation, Submits, WeightsVersion
 from trainer.engine.torch_engine import EngineClosed
 from trainer.errors import EngineError
 from trainer.rollout import FinishReason
@@ -159,11 +159,16 @@ def test_weights_that_cannot_be_loaded_fail_the_load_and_not_the_rollouts() -> N
     asyncio.run(run())
 
 
-def test_a_cancelled_request_leaves_the_batch() -> None:
+@pytest.mark.parametrize("by_future", [False, True])
+def test_a_cancelled_request_leaves_the_batch(by_future: bool) -> None:
     async def run() -> None:
         async with running(max_batch=1) as engine:
             brake = Brake(engine, at=4)
-            task = asyncio.create_task(engine.generate(endless("r")))
+            asked = endless("r")
+            assert isinstance(engine, Submits)
+            task = (
+                engine.submit(asked) if by_future else asyncio.ensure_future(engine.generate(asked))
+            )
             await brake.reached()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -1,0 +1,337 @@
+"""One rollout of a group under way: its conversation, then its verdict.
+
+Owns the task in which user code runs for it, or what it asked of the engine, and its time limits.
+Every way in which that can go wrong ends in the status and `error_msg` of the rollout (lifecycle
+L13). Making one begins it; whenever `ended` is told, `advance`, until that returns the rollout.
+Belongs to the task of its group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Iterable
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trainer.conversation import Conversation
+from trainer.environment import RolloutAborted
+from trainer.errors import JudgeError, RolloutError, TrainerError
+from trainer.group_context import Content, GroupContext
+from trainer.rollout import Rollout, Status
+
+if TYPE_CHECKING:
+    from trainer.pending import ProducerConfig, ProducerParts
+
+__all__ = ["Attempt", "give_up"]
+
+T = TypeVar("T")
+
+_NOT_BEGUN = inspect.CORO_CREATED
+_log = logging.getLogger("trainer")
+
+#: User code that did not end when it was cancelled; a loop holds its tasks only weakly.
+_abandoned: set[asyncio.Future[Any]] = set()
+#: The innermost frames of a traceback that an `error_msg` keeps.
+_FRAMES_MAX = 8
+
+
+class Attempt:
+    """See the module. User code runs in a task of its own, so that a cancellation that comes out
+    of it is not taken for one of ours: a task group inside it leaves marks on the task in which it
+    is. Code that catches our cancellation and goes on is left behind after `grace_s`.
+    """
+
+    __slots__ = (
+        "_asks_once",
+        "_config",
+        "_context",
+        "_ended",
+        "_expired",
+        "_loop",
+        "_parts",
+        "_rollout",
+        "_started",
+        "_stopper",
+        "_talked_s",
+        "_task",
+        "_timers",
+        "_verdict",
+        "conversation",
+        "is_open",
+    )
+
+    def __init__(
+        self,
+        parts: ProducerParts,
+        config: ProducerConfig,
+        context: GroupContext,
+        rollout: Rollout,
+        ended: Callable[[Attempt], None],
+    ) -> None:
+        self._parts = parts
+        self._config = config
+        self._context = context
+        self._rollout = rollout
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time()
+        self._talked_s = 0.0
+        self._expired = False
+        self._timers: list[asyncio.TimerHandle] = []
+        self._stopper: asyncio.Task[None] | None = None
+        self._verdict: Awaitable[float] | None = None  # what the judge is asked to come to
+        #: Whether `give_up` has something to end.
+        self.is_open = True
+        self.conversation = Conversation(context, rollout)
+        self._task: asyncio.Future[Any]
+        self._asks_once = context.opening is not None
+        if context.opening is not None:
+            self._ask_once(context.opening)
+        else:
+            self._run(self._talk)
+        soft_s = config.rollout_timeout_s
+        if soft_s is not None:
+            self._call_later(soft_s, self._stop_softly)
+            self._call_later(soft_s + config.grace_s, self._expire)
+
+    def advance(self) -> Rollout | None:
+        """What it has come to; -> the rollout, or None while it goes on."""
+        if self._verdict is not None:
+            self._end_timers()
+            return self._judged(self._verdict)
+        talked = self._talked()
+        if talked is None:
+            return None
+        self._end_timers()
+        self.conversation.close()
+        self._talked_s = self._loop.time() - self._started
+        status, error = talked
+        return self._ask() if status is Status.COMPLETED else self._done(status, error=error)
+
+    # -- the environment -------------------------------------------------------------------------
+
+    def _talk(self) -> Awaitable[None]:
+        return self._parts.environment.run(self.conversation, self._context.prompt)
+
+    def _ask_once(self, opening: Content) -> None:
+        """A conversation of one turn: no user code runs in it, so it needs no task."""
+        try:
+            self._task = self._context.submit(self.conversation.ask(opening))
+        except (Exception, RolloutAborted) as error:  # told where those of the engine are
+            self._task = self._loop.create_future()
+            self._task.set_exception(error)
+        self._task.add_done_callback(self._task_ended)
+
+    def _talked(self) -> tuple[Status, str | None] | None:
+        """How the conversation has ended: status and error text; None while it waits for room."""
+        if self._expired:
+            return Status.ABORTED, None
+        try:
+            result = self._task.result()
+            if self._asks_once:
+                self._asks_once = False
+                if self.conversation.finish(result) is None:
+                    self._run(self.conversation.finish_later)
+                    return None
+        except RolloutAborted:
+            return Status.ABORTED, None
+        except asyncio.CancelledError as error:
+            return Status.FAILED, _text_of(error)
+        # User code and engines may raise anything: it fails this rollout and no other (L13).
+        except (Exception, BaseExceptionGroup) as error:
+            if self.conversation.aborted:  # out of a task group of the environment
+                return Status.ABORTED, None
+            return Status.FAILED, _text_with_place(error)
+        if self.conversation.aborted:
+            return Status.ABORTED, None
+        if not self.conversation.has_sampled:
+            return Status.FAILED, "the environment ended without a turn of the model"
+        return Status.COMPLETED, None
+
+    def _done(
+        self, status: Status, *, reward: float | None = None, error: str | None = None
+    ) -> Rollout:
+        done = self.conversation.outcome(
+            status, reward, error, self._rollout.generation_time_s + self._talked_s
+        )
+        self.is_open = self._stopper is not None
+        if status is Status.ABORTED and not self._config.partial_rollout:
+            self._parts.traces.truncate(done.session_id, keep=done.n_prompt_nodes)
+            done = done.cut_to_prompt(Status.ABORTED)
+        return done
+
+    # -- the judge -------------------------------------------------------------------------------
+
+    def _ask(self) -> Rollout | None:
+        """Ask the judge: a plain one answers at once, another gets a task and a time limit."""
+        try:
+            trace = None
+            if self._parts.judge_reads_trace:
+                conversation = self.conversation
+                trace = self._parts.traces.export(conversation.id, node=conversation.node)
+            verdict = self._parts.judge.score(self._context.prompt, self.conversation.text, trace)
+            if type(verdict) is float or not isinstance(verdict, Awaitable):
+                return self._done(Status.COMPLETED, reward=_finite(verdict))
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            return self._done(Status.FAILED, error=_text_of(error))
+        except SystemExit as error:
+            return self._done(Status.FAILED, error=_text_of(_exited(error)))
+        # Judges are user code: whatever they raise fails this rollout and no other (L13).
+        except (Exception, BaseExceptionGroup) as error:
+            return self._done(Status.FAILED, error=_text_of(error))
+        self._verdict = verdict
+        self._run(lambda: verdict)
+        self._call_later(self._config.judge_timeout_s, self._expire)
+        return None
+
+    def _judged(self, verdict: Awaitable[float]) -> Rollout:
+        _close_unless_begun(verdict)
+        if self._expired:
+            limit_s = self._config.judge_timeout_s
+            return self._done(Status.FAILED, error=f"the judge took more than {limit_s} s")
+        try:
+            return self._done(Status.COMPLETED, reward=_finite(self._task.result()))
+        except (Exception, BaseExceptionGroup, asyncio.CancelledError) as error:
+            return self._done(Status.FAILED, error=_text_of(error))
+
+    # -- user code and its limits ----------------------------------------------------------------
+
+    def _run(self, user_code: Callable[[], Awaitable[Any]]) -> None:
+        self._task = self._loop.create_task(_guarded(user_code))
+        self._task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Future[Any]) -> None:
+        self._ended(self)
+
+    def _call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self._timers.append(self._loop.call_later(delay_s, callback))
+
+    def _end_timers(self) -> None:
+        if self._timers:
+            for timer in self._timers:
+                timer.cancel()
+            self._timers.clear()
+
+    def _stop_softly(self) -> None:
+        self._stopper = self._loop.create_task(_stop(self.conversation))
+
+    def _expire(self) -> None:
+        """The time limit of what runs now: it ends within `grace_s`, or without us."""
+        self._expired = True
+        self._task.cancel()
+        self._call_later(self._config.grace_s, self._leave)
+
+    def _leave(self) -> None:
+        if self._task.done():  # word of it is on its way
+            return
+        self._task.remove_done_callback(self._task_ended)
+        _leave_behind(self._task)
+        self._ended(self)
+
+    def close(self) -> list[asyncio.Future[Any]]:
+        """End what it has started; -> what is still to be awaited."""
+        self._end_timers()
+        ending: list[asyncio.Future[Any]] = []
+        if self._stopper is not None:  # nothing is left to be stopped
+            _leave_behind(self._stopper)
+            ending.append(self._stopper)
+        if self._task.done():
+            _forget(self._task)
+        elif self._task not in _abandoned:
+            self._task.remove_done_callback(self._task_ended)
+            _leave_behind(self._task)
+            ending.append(self._task)
+        for task in ending:
+            task.cancel()
+        return ending
+
+    def closed(self) -> None:
+        """What `close` ended is over, or left behind."""
+        self.conversation.close()
+        if self._verdict is not None:
+            _close_unless_begun(self._verdict)
+
+
+async def give_up(attempts: Iterable[Attempt], grace_s: float) -> None:
+    """End all that attempts have going. Code that goes on for `grace_s` is left to itself."""
+    attempts = [attempt for attempt in attempts if attempt.is_open]
+    ending = [task for attempt in attempts for task in attempt.close()]
+    try:
+        if ending:
+            await asyncio.wait(ending, timeout=grace_s)
+    finally:
+        for attempt in attempts:
+            attempt.closed()
+
+
+def _leave_behind(task: asyncio.Future[Any]) -> None:
+    _abandoned.add(task)
+    task.add_done_callback(_forget)
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    """It has ended; how is of no interest to anybody any more."""
+    _abandoned.discard(task)
+    if not task.cancelled():
+        task.exception()
+
+
+async def _guarded(user_code: Callable[[], Awaitable[T]]) -> T:
+    """User code without the one exception that would end the process."""
+    try:
+        return await user_code()
+    except SystemExit as error:
+        raise _exited(error) from error
+
+
+async def _stop(conversation: Conversation) -> None:
+    """At its soft limit; an engine that fails at this leaves it to the hard one (L13)."""
+    try:
+        await conversation.stop()
+    except Exception as error:
+        _log.warning("the engine did not abort %s: %s", conversation.id, _text_of(error))
+
+
+def _close_unless_begun(verdict: object) -> None:
+    """For a judge that was cancelled before its task ran."""
+    if inspect.iscoroutine(verdict) and inspect.getcoroutinestate(verdict) == _NOT_BEGUN:
+        verdict.close()
+
+
+def _exited(error: SystemExit) -> RolloutError:
+    """For user code that calls sys.exit, which would end the process."""
+    return RolloutError(f"user code called sys.exit({error})")
+
+
+def _finite(verdict: object) -> float:
+    if type(verdict) is float and math.isfinite(verdict):
+        return verdict
+    if isinstance(verdict, bool) or not isinstance(verdict, Real) or not math.isfinite(verdict):
+        raise JudgeError(f"the judge returned {verdict!r}; a finite number is needed")
+    return float(verdict)
+
+
+def _is_cancelled() -> bool:
+    """Whether this very task is being cancelled, so that what was caught is no error of a user."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "CancelledError: user code let a cancellation out that nobody had asked for"
+    return f"{type(error).__name__}: {error}"
+
+
+def _text_with_place(error: BaseException) -> str:
+    """An error of the user's environment with its traceback; one of ours says it all."""
+    if isinstance(error, TrainerError):
+        return _text_of(error)
+    frames = traceback.format_tb(error.__traceback__, -_FRAMES_MAX)
+    return f"{_text_of(error)}\n{''.join(frames)}".rstrip()

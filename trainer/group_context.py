@@ -1,0 +1,142 @@
+"""What the conversations of one group have in common, and the tokens that they hold.
+
+Made by the group in production, read and written by its conversations; one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.engine.protocol import (
+    Engine,
+    GenerateRequest,
+    Generation,
+    SamplingParams,
+    Submits,
+    Tokenizer,
+)
+from trainer.rollout import Message, Prompt
+from trainer.trace import TraceStore
+
+if TYPE_CHECKING:
+    from trainer.conversation import Conversation
+
+__all__ = ["Content", "Gate", "GroupContext", "Tokens", "joined", "same"]
+
+#: What can be said to the policy.
+Content = str | Sequence[int] | Sequence[Message]
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Gate:
+    """Shared by the conversations of one producer: whether new requests may start, and which
+    run.
+    """
+
+    stopping: bool = False
+    running: dict[str, Conversation] = field(default_factory=dict)
+
+
+class GroupContext:
+    """What the conversations of one group have in common.
+
+    Their first segment is stored once, by the member that knows its routing first, and what they
+    all say is encoded once. `lack_prompt`: the sessions that lack that segment and will get it;
+    `fresh`: no member has a record of an earlier attempt. `opening`: all that a member says; None
+    when an environment has to run.
+    """
+
+    __slots__ = (
+        "_encoded",
+        "arena_wait_s",
+        "engine",
+        "fresh",
+        "gate",
+        "group_uid",
+        "info",
+        "lack_prompt",
+        "opening",
+        "params",
+        "prompt",
+        "prompt_tokens",
+        "storing",
+        "submit",
+        "tokenizer",
+        "traces",
+    )
+
+    def __init__(
+        self,
+        *,
+        traces: TraceStore,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt: Prompt,
+        group_uid: str,
+        gate: Gate,
+        arena_wait_s: float,
+        lack_prompt: Sequence[str],
+        fresh: bool,
+        opening: Content | None,
+    ) -> None:
+        self.traces = traces
+        self.engine = engine
+        self.info = engine.info
+        self.tokenizer = tokenizer
+        self.params = params
+        self.prompt = prompt
+        self.group_uid = group_uid
+        self.gate = gate
+        self.arena_wait_s = arena_wait_s
+        self.lack_prompt = tuple(lack_prompt)
+        self.fresh = fresh
+        self.opening = opening
+        self.submit = engine.submit if isinstance(engine, Submits) else _submitted_to(engine)
+        self.prompt_tokens: Tokens | None = None  # once the segment is stored
+        self.storing = asyncio.Lock()
+        self._encoded: tuple[str, Tokens] | None = None
+
+    def encode(self, content: Content) -> Tokens:
+        """The content as tokens; text that was encoded last is not encoded again."""
+        if not isinstance(content, str):
+            return _fixed(self._encode(content))
+        if self._encoded is None or self._encoded[0] != content:
+            self._encoded = content, _fixed(self.tokenizer.encode(content))
+        return self._encoded[1]
+
+    def _encode(self, content: Sequence[int] | Sequence[Message]) -> Sequence[int]:
+        if not content or isinstance(content[0], (int, np.integer)):
+            return content  # type: ignore[return-value]
+        return self.tokenizer.apply_chat_template(content)  # type: ignore[arg-type]
+
+
+def _submitted_to(engine: Engine) -> Callable[[GenerateRequest], asyncio.Future[Generation]]:
+    """`Submits` for an engine that knows no other way than to be awaited."""
+    return lambda request: asyncio.ensure_future(engine.generate(request))
+
+
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else _NO_TOKENS
+
+
+def same(one: Tokens, other: Tokens) -> bool:
+    return one is other or np.array_equal(one, other)
+
+
+def _fixed(token_ids: Sequence[int]) -> Tokens:
+    """As an array that several conversations and the engine may share."""
+    array = np.array(token_ids, np.int32)
+    array.flags.writeable = False
+    return array
+
+
+_NO_TOKENS = _fixed(())

@@ -7,6 +7,7 @@ Values only; used by the dispatcher, the producer and the config.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.errors import ConfigError
 from trainer.rollout import Group, Prompt
@@ -26,6 +27,10 @@ class Work:
     prompt: Prompt
     attempt: int = 0
     group: Group | None = None
+
+    def __reduce__(self) -> tuple[type[Work], tuple[Any, ...]]:
+        """As `Prompt.__reduce__`."""
+        return Work, (self.uid, self.task, self.prompt, self.attempt, self.group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,10 +84,11 @@ class Codec:
         self.store = store
         self._node = node
         self._ref_type: type | None = None
+        self._pickling: Any = None
         if store is not None:
-            from shmstore import ObjectRef  # lazily: a runtime without a store needs no numpy
+            from shmstore import ObjectRef, pickling  # lazily: without a store no numpy is needed
 
-            self._ref_type = ObjectRef
+            self._ref_type, self._pickling = ObjectRef, pickling
 
     # ---- values -------------------------------------------------------------------------------
 
@@ -122,8 +123,7 @@ class Codec:
             if not raw:
                 return Encoded(body)
             return self._spill(body, raw, [])
-        from shmstore import pickling
-
+        pickling = self._pickling
         with pickling.collecting_refs() as refs:
             body = _dumps(value, raw, pickling.dumps if "torch" in sys.modules else None)
         if not raw and not refs and len(body) < STORE_BYTES_MIN:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from .errors import RunExists, RuntimeClosed, UsageError
 
-__all__ = ["RunDir", "check_name", "live_runs", "runs_root", "status_socket", "sweep"]
+__all__ = ["RunDir", "check_name", "dead_runs", "live_runs", "runs_root", "status_socket", "sweep"]
 
 _STATUS_SOCKET = "status.sock"
 _LOCK = "lock"
@@ -99,16 +99,18 @@ class RunDir:
 def sweep() -> list[str]:
     """Remove the directories of runs that are dead; returns their names."""
     removed = []
-    for path in runs_root().iterdir():
-        with _looked_at(path) as found:
-            # A detached actor may live there still.
-            if found is None or found.lives or found.has_listeners():
-                continue
-            with contextlib.suppress(OSError):  # what cannot go keeps nobody from anything
-                found.clear()
-                if not path.name.startswith(_DRAFT):
-                    removed.append(path.name)
+    for found in _dead():
+        with contextlib.suppress(OSError):  # what cannot go keeps nobody from anything
+            found.clear()
+            if not found.path.name.startswith(_DRAFT):
+                removed.append(found.path.name)
     return removed
+
+
+def dead_runs() -> list[str]:
+    """Names of the runs whose directories `sweep` would remove."""
+    names = [found.path.name for found in _dead()]
+    return sorted(name for name in names if not name.startswith(_DRAFT))
 
 
 def live_runs() -> list[str]:
@@ -231,6 +233,14 @@ class _Found:
                 self.path.rmdir()
         else:
             _clear(self._folder, self.path)
+
+
+def _dead() -> Iterator[_Found]:
+    """What no driver has any more, and no detached actor either."""
+    for path in runs_root().iterdir():
+        with _looked_at(path) as found:
+            if found is not None and not (found.lives or found.has_listeners()):
+                yield found
 
 
 @contextlib.contextmanager

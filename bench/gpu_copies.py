@@ -22,7 +22,7 @@ from shmstore.copies import Copies, page_locked
 from trainer.devices import prepare_device
 from trainer.engine.protocol import WeightsVersion
 from trainer.engine.torch_engine import TorchEngine
-from trainer.weights import load_into, publish
+from trainer.weights import WeightsReader, WeightsWriter
 
 LAPS = 10
 RATIO_MAX = 1.25
@@ -98,11 +98,12 @@ def weights(source: str, target: str, size: Size) -> Iterator[Row]:
     bound = WEIGHTS_RATIO_MAX if n_bytes >= WEIGHTS_BYTES_MIN else math.inf
     with arena(2 * n_bytes + (64 << 20)) as store:
         session = "weights"
+        writer, reader = WeightsWriter(model, store), WeightsReader(other, store)
 
         def renew() -> WeightsVersion:
             store.sessions.release([session], owner="gpu-check")
             store.sessions.open(session, owner="gpu-check")
-            return publish(model, store, 1, session=session)
+            return writer.publish(1, session=session)
 
         down = collect(_raw(source, n_bytes, down=True), LAPS)
         published = collect(_lap(renew, source), LAPS)
@@ -115,7 +116,7 @@ def weights(source: str, target: str, size: Size) -> Iterator[Row]:
         )
         version = renew()
         up = collect(_raw(target, n_bytes, down=False), LAPS)
-        taken = collect(_lap(lambda: load_into(other, store, version), target), LAPS)
+        taken = collect(_lap(lambda: reader.load(version), target), LAPS)
         yield up.row(work, f"pinned copy to {target}")
         yield taken.row(work, "take", against=("pinned copy", up), goals=_on_gpu(target, bound))
         if source != "cpu" and target != "cpu":
@@ -157,7 +158,9 @@ async def _in_flight(
     store: Store, model: Any, tokenizer: Any, version: Any, size: Size
 ) -> tuple[float, list[int]]:
     """Seconds of a swap between two decode steps, and the model step of every token."""
-    engine = TorchEngine(model, tokenizer, load_weights=lambda m, v: load_into(m, store, v))
+    engine = TorchEngine(
+        model, tokenizer, load_weights=lambda m, v: WeightsReader(m, store).load(v)
+    )
     try:
         tasks = [asyncio.create_task(engine.generate(one)) for one in requests(size)]
         await asyncio.sleep(0)  # the requests are in the engine's queue, before the swap

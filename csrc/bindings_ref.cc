@@ -154,11 +154,8 @@ PyObject* ref_nbytes(PyObject* self, void*) {
     RefObject* object = as_ref(self);
     if (object->payload_bytes < 0) {
       const Asked asked(object->ref);
-      Pin pin;
-      require(StoreCore::Use(*asked.core)->pin(object->ref, Wait{}, pin));
-      ValueHeader header;
-      object->payload_bytes = static_cast<std::int64_t>(
-          read_header(pin.data(), pin.size(), header) ? header.payload_bytes : pin.size());
+      const StoreCore::Use store(*asked.core);
+      object->payload_bytes = static_cast<std::int64_t>(value_bytes(*store, object->ref));
     }
     return PyLong_FromLongLong(object->payload_bytes);
   });
@@ -311,6 +308,13 @@ nb::object swap_ref_adopter(nb::handle next) {
 }
 
 }  // namespace
+
+std::uint64_t value_bytes(shmrl::Store& store, const Ref& ref) {
+  Pin pin;
+  require(store.pin(ref, Wait{}, pin));
+  ValueHeader header;
+  return read_header(pin.data(), pin.size(), header) ? header.payload_bytes : pin.size();
+}
 
 void add_types(nb::module_& module) {
   g_ref_type = add_type(module, "ObjectRef", ref_spec);

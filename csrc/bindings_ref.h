@@ -93,6 +93,9 @@ PyObject* new_ref(const Ref& ref, Hold&& hold, std::int64_t payload_bytes = -1);
 PyObject* new_pin(Pin&& pin);
 PyObject* new_draft(nb::handle store, Draft&& draft, std::int32_t parent, bool unattached);
 
+// Bytes of the value, without the header of the store; raises when the object has ended.
+std::uint64_t value_bytes(shmrl::Store& store, const Ref& ref);
+
 // Open stores of this process by arena id, so that a ref can answer `alive` and `nbytes`.
 void register_store(std::uint64_t arena_id, StoreCore* store);
 void unregister_store(std::uint64_t arena_id, StoreCore* store);

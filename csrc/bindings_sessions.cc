@@ -2,6 +2,7 @@
 // store.h.
 
 #include <limits>
+#include <set>
 #include <vector>
 
 #include "bindings_store.h"
@@ -124,6 +125,29 @@ nb::object owner(StoreCore& core, nb::handle id) {
   return to_str(holder);
 }
 
+nb::list owners(StoreCore& core, const nb::list& ids) {
+  const auto texts = parse_sessions(ids);
+  std::vector<std::string> holders;
+  require(StoreCore::Use(core)->owners(texts, holders));
+  nb::list list;
+  for (const std::string& holder : holders)
+    list.append(holder.empty() ? nb::none() : to_str(holder));
+  return list;
+}
+
+std::uint64_t nbytes(StoreCore& core, const nb::list& ids) {
+  const StoreCore::Use store(core);
+  std::set<Ref> seen;
+  std::vector<Entry> entries;
+  std::uint64_t bytes = 0;
+  for (std::string_view id : parse_sessions(ids)) {
+    require(store->objects(id, entries));
+    for (const Entry& entry : entries)
+      if (seen.insert(entry.ref).second) bytes += value_bytes(*store, entry.ref);
+  }
+  return bytes;
+}
+
 nb::list list(StoreCore& core, nb::handle owner) {
   std::vector<std::string> ids;
   std::string_view holder;
@@ -175,6 +199,8 @@ void bind_sessions(nb::class_<StoreCore>& type) {
       .def("session_release", &release, arg("sessions"), arg("owner").none(), arg("strict").none())
       .def("session_release_owned", &release_owned, arg("owner").none())
       .def("session_owner", &owner, arg("session").none())
+      .def("session_owners", &owners, arg("sessions"))
+      .def("session_nbytes", &nbytes, arg("sessions"))
       .def("session_list", &list, arg("owner").none())
       .def("session_contains", &contains, arg("session").none())
       .def("session_count", &count)

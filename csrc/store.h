@@ -236,6 +236,7 @@ class Store {
                  std::vector<std::string>& released, std::vector<Refusal>& refused);
   Status release_owned(std::string_view owner, std::vector<std::string>& released);
   Status owner(std::string_view id, std::string& out);  // session_released if gone
+  Status owners(std::span<const std::string_view> ids, std::vector<std::string>& out);  // "": gone
   Status contains(std::string_view id, bool& out);
   Status list(std::string_view owner, std::vector<std::string>& out);  // "": of all owners;
                                                                        // oldest first per owner

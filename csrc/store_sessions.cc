@@ -241,6 +241,22 @@ Status Store::owner(std::string_view id, std::string& out) {
   });
 }
 
+Status Store::owners(std::span<const std::string_view> ids, std::vector<std::string>& out) {
+  out.clear();
+  return call([&](ProcessArena& process, Arena& arena) {
+    if (Status s = check_ids(ids); s != Status::ok) return s;
+    sweep_now(process);
+    out.reserve(ids.size());
+    ReadLock const lock(arena);
+    for (std::string_view id : ids) {
+      std::uint32_t const session = find_session(arena, id);
+      out.push_back(session == kNil ? std::string()
+                                    : owner_name(arena, arena.session(session).state.get()));
+    }
+    return Status::ok;
+  });
+}
+
 Status Store::contains(std::string_view id, bool& out) {
   out = false;
   return call([&](ProcessArena& process, Arena& arena) {

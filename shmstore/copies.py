@@ -21,7 +21,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -197,6 +197,23 @@ class Copies:
         else:
             self._enqueue(sink, source.to(sink.dtype), down=True)
             self._downloads = True
+
+    def upload_all(self, sources: Sequence[Any], sinks: Sequence[Any]) -> None:
+        """As `upload` for each; on the CPU in one call of torch."""
+        self._all(self.upload, sources, sinks)
+
+    def download_all(self, sources: Sequence[Any], sinks: Sequence[Any]) -> None:
+        """As `download` for each; on the CPU in one call of torch."""
+        self._all(self.download, sources, sinks)
+
+    def _all(
+        self, copy: Callable[[Any, Any], None], sources: Sequence[Any], sinks: Sequence[Any]
+    ) -> None:
+        if self._cuda is None and [a.shape for a in sources] == [b.shape for b in sinks]:
+            self._torch._foreach_copy_(sinks, sources)
+            return
+        for source, sink in zip(sources, sinks, strict=True):
+            copy(source, sink)
 
     def _check(self, source: Any, sink: Any) -> None:
         order = _order(source)

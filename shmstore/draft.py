@@ -180,8 +180,11 @@ def plan(shape: int | tuple[int, ...], dtype: Any) -> _ArrayPlan:
     plain_shape = type(shape) is int or (
         type(shape) is tuple and all(type(dim) is int for dim in shape)
     )
-    plain_dtype = isinstance(dtype, (str, type)) or (
-        isinstance(dtype, np.dtype) and dtype.fields is None and dtype.metadata is None
+    torch = tensors.torch_if_imported()
+    plain_dtype = (
+        isinstance(dtype, (str, type))
+        or (isinstance(dtype, np.dtype) and dtype.fields is None and dtype.metadata is None)
+        or (torch is not None and isinstance(dtype, torch.dtype))
     )
     if plain_shape and plain_dtype:
         return _cached_plan(shape, dtype)

@@ -90,6 +90,14 @@ class Sessions:
         """Who holds it. SessionReleased when it is gone."""
         return self._core.session_owner(session)
 
+    def owners(self, sessions: Iterable[str]) -> builtins.list[str | None]:
+        """Who holds each of them at one moment; None for one that is gone."""
+        return self._core.session_owners(_ids(sessions))
+
+    def nbytes(self, sessions: Iterable[str]) -> int:
+        """Bytes of the values in them, each once. SessionReleased when one is gone."""
+        return self._core.session_nbytes(_ids(sessions))
+
     def list(self, owner: str | None = None) -> builtins.list[str]:
         """Ids of the live sessions, all or one owner's, oldest first."""
         return self._core.session_list(owner)

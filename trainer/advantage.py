@@ -1,11 +1,12 @@
 """How much better than expected each rollout of a group was.
 
-Pure functions of rewards; numpy only. Sources: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783), RLOO
+Pure functions of rewards. Sources: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783), RLOO
 (2402.14740), DAPO (2503.14476). Formulas: docs/losses.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -40,34 +41,47 @@ def compute_advantages(
     rloo, or `mean` without a baseline.
     """
     values = np.asarray(rewards, dtype=np.float64)
-    if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
+    if values.ndim != 1:
         raise ConfigError(f"rewards must be one finite number a rollout; given {rewards!r}")
-    if estimator == "mean":
-        if baseline is None:
-            raise ConfigError("estimator `mean` needs baseline=, the mean reward of the batch")
-        return np.asarray(values - baseline, dtype=np.float32)
-    if estimator not in ("grpo", "dr_grpo", "rloo"):
-        raise ConfigError(f"estimator is {estimator!r}; allowed are grpo, dr_grpo, rloo, mean")
-    size = len(values)
-    if estimator == "rloo" and size < 2:
-        raise ConfigError("rloo compares a rollout with the others of its group; it has none")
-    if is_degenerate(values):
-        return np.zeros(size, dtype=np.float32)
-    centred = values - values.mean()
-    if estimator == "grpo":
-        centred /= values.std(ddof=1) + _DEVIATION_EPSILON
-    if estimator == "rloo":
-        centred *= size / (size - 1)
-    return np.asarray(centred, dtype=np.float32)
+    return np.array(_advantages(values.tolist(), estimator, baseline), dtype=np.float32)
 
 
 def batch_advantages(
-    groups: Sequence[ArrayLike], estimator: Estimator = "grpo"
-) -> list[NDArray[np.float32]]:
+    groups: Sequence[Sequence[float]], estimator: Estimator = "grpo"
+) -> list[list[float]]:
     """`compute_advantages` of each group of a batch; gives `mean` its baseline."""
-    values = [np.asarray(group, dtype=np.float64) for group in groups]
-    baseline = float(np.concatenate(values).mean()) if values else 0.0
-    return [compute_advantages(group, estimator, baseline=baseline) for group in values]
+    baseline = sum(map(sum, groups)) / max(1, sum(map(len, groups)))
+    return [_advantages(group, estimator, baseline) for group in groups]
+
+
+def _advantages(
+    values: Sequence[float], estimator: Estimator, baseline: float | None
+) -> list[float]:
+    """In plain Python: for a handful of numbers a step, a call of numpy takes longer than all of
+    them.
+    """
+    size = len(values)
+    if not size or not all(map(math.isfinite, values)):
+        raise ConfigError(f"rewards must be one finite number a rollout; given {values!r}")
+    if estimator == "mean":
+        if baseline is None:
+            raise ConfigError("estimator `mean` needs baseline=, the mean reward of the batch")
+        return [value - baseline for value in values]
+    if estimator not in ("grpo", "dr_grpo", "rloo"):
+        raise ConfigError(f"estimator is {estimator!r}; allowed are grpo, dr_grpo, rloo, mean")
+    if estimator == "rloo" and size < 2:
+        raise ConfigError("rloo compares a rollout with the others of its group; it has none")
+    if values.count(values[0]) == size:
+        return [0.0] * size
+    mean = math.fsum(values) / size
+    centred = [value - mean for value in values]
+    if estimator == "dr_grpo":
+        return centred
+    factor = size / (size - 1)
+    if estimator == "grpo":
+        deviation = math.sqrt(math.fsum([part * part for part in centred]) / (size - 1))
+        factor = 1.0 / (deviation + _DEVIATION_EPSILON)
+    return [part * factor for part in centred]
 
 
 def is_degenerate(rewards: ArrayLike) -> bool:

@@ -111,22 +111,8 @@ class Dispatcher:
         """Take back a drawn group; see `ReplayBuffer.put`. A member that had too many attempts
         fails it.
         """
-        work, holder = self._in_production.get(group.uid, (None, owner))
-        if work is None or holder != owner:
-            raise BadGroup(f"group {group.uid!r} is not in production with {owner!r}")
-        if group.prompt is None:
-            group = group.evolve(prompt=work.prompt)
-        if group.task != work.task:
-            raise BadGroup(
-                f"group {group.uid!r} is of task {group.task!r}, but was drawn of {work.task!r}"
-            )
-        group = self._fail_stragglers(group)
-        status = await self.buffer.put(group, owner=owner, timeout=timeout)
-        self._leave_production(group.uid)
-        self.sampler.settle(group.uid)
-        self._shares.judge(group, status)
-        self._wake()
-        return status
+        group = self._as_drawn(group, owner)
+        return self._put(group, await self.buffer.put(group, owner=owner, timeout=timeout))
 
     async def put_all(self, groups: Sequence[Group], *, owner: str) -> list[Status | None]:
         """`put` for each; of several, None for one that would have to wait for room: nothing has
@@ -136,19 +122,17 @@ class Dispatcher:
         """
         if len(groups) == 1:
             return [await self.put(groups[0], owner=owner)]
-        puts = [asyncio.ensure_future(self.put(group, owner=owner)) for group in groups]
-        try:
-            # In a turn of the loop each is filed, or begins to wait.
-            await asyncio.wait(puts, timeout=0)
-        finally:
-            for put in puts:
-                put.cancel()
-        found = await asyncio.gather(*puts, return_exceptions=True)
         statuses: list[Status | None] = []
-        for one in found:
-            if isinstance(one, Exception):
-                raise one
-            statuses.append(one if isinstance(one, Status) else None)
+        errors: list[Exception] = []
+        for group in groups:
+            try:
+                group = self._as_drawn(group, owner)
+                status = self.buffer.put_at_once(group, owner=owner)
+                statuses.append(status if status is None else self._put(group, status))
+            except Exception as error:  # raised below: it is no reason to keep the others back
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return statuses
 
     async def cancel(self, group: Group, *, owner: str) -> int:
@@ -310,12 +294,34 @@ class Dispatcher:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _as_drawn(self, group: Group, owner: str) -> Group:
+        """With the prompt that was drawn; `BadGroup` when it is not in production with `owner`."""
+        work, holder = self._in_production.get(group.uid, (None, owner))
+        if work is None or holder != owner:
+            raise BadGroup(f"group {group.uid!r} is not in production with {owner!r}")
+        if group.prompt is None:
+            group = group.evolve(prompt=work.prompt)
+        if group.task != work.task:
+            raise BadGroup(
+                f"group {group.uid!r} is of task {group.task!r}, but was drawn of {work.task!r}"
+            )
+        return self._fail_stragglers(group)
+
+    def _put(self, group: Group, status: Status) -> Status:
+        """It is in the buffer, or has ended."""
+        self._leave_production(group.uid)
+        self.sampler.settle(group.uid)
+        self._shares.judge(group, status)
+        self._wake()
+        return status
+
     def _draw_now(self, owner: str, n: int) -> list[Work]:
         self._shares.notice_ends_of_data()
+        targets = self._shares.targets(self.model_step, self.train_step)
         works: list[Work] = []
         while len(works) < n:
             try:
-                work = self._draw_one(owner)
+                work = self._draw_one(owner, targets)
             except Exception:
                 if works:
                     break  # these are in production now; the next draw raises it again
@@ -327,9 +333,9 @@ class Dispatcher:
             works.append(work)
         return works
 
-    def _draw_one(self, owner: str) -> Work | None:
-        """From the task that is furthest behind its share, whatever may be drawn there."""
-        for task in self._shares.behind(self.model_step, self.train_step):
+    def _draw_one(self, owner: str, targets: Mapping[str, int]) -> Work | None:
+        """From the task that is furthest behind its target, whatever may be drawn there."""
+        for task in self._shares.behind(targets):
             work = self._draw_of(task, owner)
             if work is not None:
                 return work

@@ -23,17 +23,18 @@ _SHM_BYTES_WARN = 1 << 30
 
 def run_doctor(*, clean: bool, as_json: bool) -> int:
     """Prints the report and returns the exit status of the arena check."""
-    from actors.rundir import sweep
+    from actors.rundir import dead_runs, sweep
     from shmstore.cli import main as store_main
 
-    removed = sweep() if clean else []
+    found = sweep() if clean else dead_runs()
     arguments = ["doctor"] + (["--clean"] if clean else []) + (["--json"] if as_json else [])
     if as_json:
         return store_main(arguments)
     for name, value in machine_report().items():
         print(f"{name:<16} {value}")
-    for name in removed:
-        print(f"removed the socket folder of the dead run {name}")
+    for name in found:
+        text = f"socket folder of the dead run {name}"
+        print(f"removed the {text}" if clean else f"{text}; the next run removes it")
     return store_main(arguments)
 
 

@@ -52,6 +52,13 @@ class Expiry:
     max_token_staleness: int | None = None
     tail_batch: int | None = None
 
+    @classmethod
+    def parse(cls, value: Expiry | str | None) -> Expiry:
+        """From the name of its action, without limits; None never expires."""
+        if isinstance(value, Expiry):
+            return value
+        return cls() if value is None else cls(action=ExpiryAction.parse(value))
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "action", ExpiryAction.parse(self.action))
         for name in ("max_staleness", "sync_interval", "max_token_staleness", "tail_batch"):

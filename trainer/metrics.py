@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 __all__ = ["CATALOG", "Metric", "MetricsWriter", "describe", "read_metrics"]
 
 
@@ -126,6 +128,9 @@ def describe(name: str) -> Metric | None:
     return CATALOG.get(f"{head}/*") if "/" in name else None
 
 
+_ENCODER = msgspec.json.Encoder()
+
+
 class _EventSink(Protocol):
     def scalar(self, name: str, value: float, step: int) -> None: ...
 
@@ -148,7 +153,7 @@ class MetricsWriter:
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         self._warn = warn
-        self._file = file.open("a", encoding="utf-8")
+        self._file = file.open("ab")
         self._events: _EventSink | None = _Events(tensorboard, first_step) if tensorboard else None
         self._began = time.monotonic()
 
@@ -164,7 +169,7 @@ class MetricsWriter:
         if lost:
             record["nonfinite"] = lost
         try:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(_ENCODER.encode(record) + b"\n")
             self._file.flush()
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._file.name) from error

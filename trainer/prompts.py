@@ -146,9 +146,8 @@ class PromptSampler:
                 )
             if source.size == 0:
                 raise ConfigError(f"the prompt source of task {task!r} is empty")
-        problem = json_problem(seed, "seed")
-        if problem is not None:
-            raise ConfigError(problem)
+        if seed is not None and (type(seed) is not int or json_problem(seed, "seed")):
+            raise ConfigError(f"seed is {seed!r}; an int of 64 bits is needed, or None: in order")
         self._sources = dict(sources)
         self._seed = seed
         self._epochs = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)

@@ -101,6 +101,18 @@ class Prompt:
     answer: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[type[Prompt], tuple[Any, ...]]:
+        """As one call: a frozen dataclass is pickled field by field in Python otherwise."""
+        return Prompt, (
+            self.uid,
+            self.task,
+            self.text,
+            self.messages,
+            self.token_ids,
+            self.answer,
+            self.metadata,
+        )
+
 
 #: What the fields of a rollout may hold; looked at when it is carried (`as_carried`).
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]

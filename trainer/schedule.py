@@ -177,6 +177,7 @@ class _Run:
         self._paused = self._told = False
         self._trained = config.first_step - 1
         self._beside: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[Any] | None = None
 
     @property
     def steps(self) -> range:
@@ -211,20 +212,30 @@ class _Run:
         and so it is when what is done beside has failed.
         """
         task = asyncio.ensure_future(waiting)
-        stopping = self._loop.create_task(self.parts.stop.wait())
+        if self._stopping is None:
+            self._stopping = self._loop.create_task(self.parts.stop.wait())
+        stopping, beside = self._stopping, self._beside
+
+        def interrupt(ended: asyncio.Task[Any]) -> None:
+            if ended is stopping or ended.cancelled() or ended.exception() is not None:
+                task.cancel()
+
+        watched = [stopping] if beside is None else [stopping, beside]
+        for one in watched:
+            one.add_done_callback(interrupt)
         try:
-            while not task.done():
-                if stopping.done():
-                    raise _Stopped
-                beside = () if self._beside is None else (self._beside,)
-                await asyncio.wait((task, stopping, *beside), return_when=asyncio.FIRST_COMPLETED)
-                if self._beside is not None and self._beside.done():
-                    await self.settle()
-            return task.result()
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            if stopping.done():
+                raise _Stopped from None
+            await self.settle()
+            raise
         finally:
-            task.cancel()
-            stopping.cancel()
-            await asyncio.gather(task, stopping, return_exceptions=True)
+            for one in watched:
+                one.remove_done_callback(interrupt)
 
     def beside(self, rest: Coroutine[Any, Any, None]) -> None:
         """Do the rest of a step beside the next one; that of the step before is settled."""
@@ -246,9 +257,10 @@ class _Run:
 
     async def give_up(self) -> None:
         """Nothing goes on after the schedule, whatever ended it."""
-        if self._beside is not None:
-            self._beside.cancel()
-            await asyncio.gather(self._beside, return_exceptions=True)
+        left = [task for task in (self._beside, self._stopping) if task is not None]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def train(self, step: int, batch: Batch) -> tuple[Mapping[str, float], float, Batch]:
         """Train; a learner that died gets its batch again in its successor (L07)."""

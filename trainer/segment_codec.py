@@ -54,20 +54,43 @@ _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
 _NOTHING = b""
 
+#: Rows of `Columns.numbers`.
+TOKEN_IDS, LABELS, LOGPROBS, MODEL_STEPS = range(4)
+
 
 class Columns(msgspec.Struct, frozen=True, eq=False):
-    """Read-only views of one stored segment; they pin its bytes. `routed_before`: [r, layers,
-    top_k].
+    """Read-only views of one stored segment; they pin its bytes.
+
+    `numbers` int32 [4, n]: the columns side by side, the log-probs by their bits; `routed_before`:
+    [r, layers, top_k].
     """
 
-    token_ids: NDArray[np.int32]
-    labels: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    model_steps: NDArray[np.int32]
+    n: int
+    numbers: NDArray[np.int32]
     routed_experts: Routing | None
     n_routed: int
     routed_before: Routing | None
     text_bytes: bytes | memoryview
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        row: NDArray[np.int32] = self.numbers[TOKEN_IDS]
+        return row
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        row: NDArray[np.int32] = self.numbers[LABELS]
+        return row
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        row: NDArray[np.float32] = self.numbers[LOGPROBS].view(_FLOAT32)
+        return row
+
+    @property
+    def model_steps(self) -> NDArray[np.int32]:
+        row: NDArray[np.int32] = self.numbers[MODEL_STEPS]
+        return row
 
     @property
     def text(self) -> str:
@@ -173,7 +196,8 @@ def view(whole: memoryview) -> Columns | None:
     `whole` may begin with a header of the store's own. Costs a few microseconds; the views pin
     `whole`.
     """
-    if len(whole) < _TRAILER.size:
+    trailer_at = len(whole) - _TRAILER.size
+    if trailer_at < 0:
         return None
     (
         _,
@@ -189,42 +213,39 @@ def view(whole: memoryview) -> Columns | None:
         before_at,
         magic,
         digits,
-    ) = _TRAILER.unpack_from(whole, len(whole) - _TRAILER.size)
+    ) = _TRAILER.unpack_from(whole, trailer_at)
     if magic != _MAGIC or nbytes > len(whole) or not digits.isdigit():
         return None
-    text_nbytes = int(digits)
     start = len(whole) - nbytes
     at = start + body_at
-    column = n * 4 + (n & 1) * 4
-    ends = (
-        at + 4 * column + n * layers * top_k * itemsize,
-        start + before_at + n_before * layers * top_k * itemsize,
-        start + text_at + text_nbytes,
-    )
-    if itemsize > 2 or max(ends) > len(whole) - _TRAILER.size:
+    column = n + (n & 1)
+    routed_at = at + 16 * column
+    row = layers * top_k
+    before_at += start
+    text_at += start
+    text_end = text_at + int(digits)
+    if (
+        itemsize > 2
+        or routed_at + n * row * itemsize > trailer_at
+        or before_at + n_before * row * itemsize > trailer_at
+        or text_end > trailer_at
+    ):
         raise TraceError(
-            f"a segment of {n} tokens and {text_nbytes} bytes of text does not fit its "
+            f"a segment of {n} tokens and {int(digits)} bytes of text does not fit its "
             f"{len(whole)} bytes: its trailer was overwritten"
         )
     routed: Any = None
     before: Any = None
     if itemsize:
         dtype = _UINT8 if itemsize == 1 else _UINT16
-        row = layers * top_k
-        routed = np.frombuffer(whole, dtype, n * row, at + 4 * column).reshape(n, layers, top_k)
+        routed = np.frombuffer(whole, dtype, n * row, routed_at).reshape(n, layers, top_k)
         if n_before:
-            before = np.frombuffer(whole, dtype, n_before * row, start + before_at)
+            before = np.frombuffer(whole, dtype, n_before * row, before_at)
             before = before.reshape(n_before, layers, top_k)
-    return Columns(
-        token_ids=np.frombuffer(whole, _INT32, n, at),
-        labels=np.frombuffer(whole, _INT32, n, at + column),
-        logprobs=np.frombuffer(whole, _FLOAT32, n, at + 2 * column),
-        model_steps=np.frombuffer(whole, _INT32, n, at + 3 * column),
-        routed_experts=routed,
-        n_routed=n_routed,
-        routed_before=before,
-        text_bytes=whole[start + text_at : start + text_at + text_nbytes],
-    )
+    numbers = np.frombuffer(whole, _INT32, 4 * column, at).reshape(4, column)
+    if n & 1:
+        numbers = numbers[:, :n]
+    return Columns(n, numbers, routed, n_routed, before, whole[text_at:text_end])
 
 
 def to_batch(segment: Segment) -> pa.RecordBatch:
@@ -259,7 +280,7 @@ def is_segment(value: object) -> bool:
 
 
 def read(batch: pa.RecordBatch) -> Columns:
-    """Views of a stored segment; `TraceError` when the batch is none."""
+    """The columns of a stored segment, the numbers copied; `TraceError` when the batch is none."""
     if not is_segment(batch):
         found = batch.schema.names if isinstance(batch, pa.RecordBatch) else type(batch).__name__
         raise TraceError(f"this object of the arena is not a segment, but {found}")
@@ -274,11 +295,10 @@ def read(batch: pa.RecordBatch) -> Columns:
         raw = metadata[b"routed_before"]
         if raw:
             before = np.frombuffer(raw, routed.dtype).reshape(-1, layers, top_k)
+    rows = [column.to_numpy(zero_copy_only=True).view(_INT32) for column in columns[:4]]
     return Columns(
-        token_ids=columns[0].to_numpy(zero_copy_only=True),
-        labels=columns[1].to_numpy(zero_copy_only=True),
-        logprobs=columns[2].to_numpy(zero_copy_only=True),
-        model_steps=columns[3].to_numpy(zero_copy_only=True),
+        n=batch.num_rows,
+        numbers=np.stack(rows),
         routed_experts=routed,
         n_routed=int(metadata[b"n_routed"]),
         routed_before=before,

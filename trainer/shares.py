@@ -142,8 +142,10 @@ class TaskShares:
         """Never more than so many batches ready or in production, however fresh."""
         self._budget = dataclasses.replace(self._budget, batches_ahead_max=batches)
 
-    def behind(self, model_step: int, train_step: int) -> list[str]:
-        """The tasks of which more may be drawn, the one furthest behind its share first."""
+    def targets(self, model_step: int, train_step: int) -> dict[str, int]:
+        """How many groups of each task may be ahead: ready or in production. Draws change nothing
+        of it.
+        """
         usable = self.usable(model_step, train_step)
         targets = dict.fromkeys(self._tasks, 0)
         for step in range(train_step, train_step + usable):
@@ -156,6 +158,10 @@ class TaskShares:
             if lacking:
                 need = self._buffer.count(task, Status.COMPLETED) + lacking
                 targets[task] = max(targets[task], need)
+        return targets
+
+    def behind(self, targets: Mapping[str, int]) -> list[str]:
+        """The tasks of which more may be drawn, the one furthest behind its target first."""
         shortfalls = {task: self._shortfall(task, target) for task, target in targets.items()}
         return sorted((t for t in shortfalls if shortfalls[t] > 0), key=lambda t: -shortfalls[t])
 

@@ -49,7 +49,7 @@ from trainer.snapshot_folder import (
 if TYPE_CHECKING:
     from shmstore import ObjectRef, Store
 
-__all__ = ["FORMAT", "Frozen", "freeze", "read", "read_state", "write"]
+__all__ = ["FORMAT", "Frozen", "freeze", "read", "read_state", "without_unfinished", "write"]
 
 #: Under this name a snapshot in the making holds objects.
 OWNER = "snapshot"
@@ -82,6 +82,13 @@ class Frozen:
     def thaw(self) -> None:
         """Let go of the pinned objects."""
         self.store.sessions.release([self.pin], owner=OWNER)
+
+
+def without_unfinished(group: Group) -> Group:
+    """Members that are not COMPLETED, cut back to their prompt."""
+    return group.with_rollouts(
+        [r if r.status is Status.COMPLETED else r.cut_to_prompt(r.status) for r in group.rollouts]
+    )
 
 
 def freeze(store: Store, groups: Sequence[Group], state: Mapping[str, Any]) -> Frozen:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,7 +24,14 @@ from shmstore.arrow import STREAM_HEADS
 from trainer import segment_codec
 from trainer.errors import BadSegment, RoutingGap, TraceError, TraceMismatch
 from trainer.rollout import NO_MODEL_STEP, Rollout, Segment, Trace
-from trainer.segment_codec import Columns
+from trainer.segment_codec import (
+    LABELS,
+    LOGPROBS,
+    MODEL_STEPS,
+    TOKEN_IDS,
+    Columns,
+    Routing,
+)
 
 if TYPE_CHECKING:
     from shmstore import Entry, ObjectRef, Store
@@ -149,14 +156,14 @@ class TraceStore:
         else:
             nodes = self._path_to(entries, session_id, self._only_leaf(entries, session_id, node))
         parts = [self._read(entries[n].ref) for n in nodes]
-        return _assemble(session_id, nodes, parts, with_routing)
+        return _assembled([_path(session_id, nodes, parts)], with_routing)[0]
 
     def export_nodes(self, places: Sequence[tuple[str, int]]) -> list[Trace]:
         """The paths to many (session, node), as `export` gives each; a segment that several of them
         share, as the members of a group do their prompt, is read once.
         """
         seen: dict[ObjectRef, Columns] = {}
-        traces = []
+        paths = []
         for session_id, node in places:
             entries = self._objects(session_id)
             nodes = self._path_to(entries, session_id, node)
@@ -167,8 +174,8 @@ class TraceStore:
                 if columns is None:
                     columns = seen[ref] = self._read(ref)
                 parts.append(columns)
-            traces.append(_assemble(session_id, nodes, parts, with_routing=True))
-        return traces
+            paths.append(_path(session_id, nodes, parts))
+        return _assembled(paths, with_routing=True)
 
     def release(self, session_ids: Sequence[str], owner: str, strict: bool = False) -> list[str]:
         """End those of the sessions that exist and are `owner`'s; -> their ids (L03, L04)."""
@@ -375,69 +382,112 @@ def _query(text: str | None, token_ids: ArrayLike | None) -> _Query:
     return _Query(None, tokens.astype(np.int32, copy=False))
 
 
-def _assemble(
-    session_id: str, nodes: Sequence[int], parts: Sequence[Columns], with_routing: bool
-) -> Trace:
-    """Copy the columns of a path behind each other, once."""
-    routed = _assemble_routing(session_id, nodes, parts) if with_routing else None
-    if not parts:
-        empty = np.empty(0, np.int32)
-        return Trace(empty, empty.copy(), np.empty(0, np.float32), empty.copy())
-    return Trace(
-        token_ids=np.concatenate([p.token_ids for p in parts]),
-        labels=np.concatenate([p.labels for p in parts]),
-        logprobs=np.concatenate([p.logprobs for p in parts]),
-        model_steps=np.concatenate([p.model_steps for p in parts]),
-        routed_experts=routed,
-        nodes=tuple(nodes),
-    )
+class _Path(NamedTuple):
+    """What a trace is made of: nodes from the root, what they hold, tokens in all."""
+
+    session_id: str
+    nodes: list[int]
+    parts: list[Columns]
+    n: int
 
 
-def _assemble_routing(
-    session_id: str, nodes: Sequence[int], parts: Sequence[Columns]
-) -> NDArray[np.uint8] | NDArray[np.uint16] | None:
-    """Routing of the whole path; the row of its very last token may be unknown, no other."""
-    filled = [(node, p) for node, p in zip(nodes, parts, strict=True) if len(p.token_ids)]
-    without = tuple(node for node, p in filled if p.routed_experts is None)
-    if len(without) == len(filled):
-        return None
+def _path(session_id: str, nodes: list[int], parts: list[Columns]) -> _Path:
+    return _Path(session_id, nodes, parts, sum([part.n for part in parts]))
+
+
+def _assembled(paths: Sequence[_Path], with_routing: bool) -> list[Trace]:
+    """Copy the columns of all paths behind each other, once; each trace is its share of them."""
+    numbers = _NO_TOKENS
+    if any(path.parts for path in paths):
+        numbers = np.concatenate([part.numbers for path in paths for part in path.parts], axis=1)
+    token_ids, labels, model_steps = numbers[TOKEN_IDS], numbers[LABELS], numbers[MODEL_STEPS]
+    logprobs = numbers[LOGPROBS].view(np.float32)
+    routings = _routing_of(paths) if with_routing else [None] * len(paths)
+    traces, start = [], 0
+    for path, routed in zip(paths, routings, strict=True):
+        own = slice(start, start + path.n)
+        start = own.stop
+        traces.append(
+            Trace(
+                token_ids[own],
+                labels[own],
+                logprobs[own],
+                model_steps[own],
+                routed,
+                tuple(path.nodes),
+            )
+        )
+    return traces
+
+
+_NO_TOKENS = np.empty((4, 0), np.int32)
+
+
+def _routing_of(paths: Sequence[_Path]) -> list[Routing | None]:
+    """Routing of each path; the row of its very last token may be unknown, no other."""
+    parts = [part for path in paths for part in path.parts if part.n]
+    found = [part.routed_experts for part in parts if part.routed_experts is not None]
+    if not found:
+        return [None] * len(paths)
+    alike = len(found) == len(parts) and len({(a.dtype, a.shape[1:]) for a in found}) == 1
+    if not alike:
+        if len(paths) > 1:
+            return [routed for path in paths for routed in _routing_of([path])]
+        _refuse_differing(*paths)
+    rows: Any = np.concatenate(found)
+    routings: list[Routing | None] = []
+    start = 0
+    for path in paths:
+        own = rows[start : start + path.n]
+        start += path.n
+        _join_routing(path, own)
+        routings.append(own if path.n else None)
+    return routings
+
+
+def _refuse_differing(path: _Path) -> None:
+    """`RoutingGap` unless all segments of the path carry rows of one form."""
+    filled = [(n, p) for n, p in zip(path.nodes, path.parts, strict=True) if p.n]
+    without = tuple(node for node, part in filled if part.routed_experts is None)
     if without:
         raise RoutingGap(
-            f"session {session_id!r}: of the path {list(nodes)} the nodes {list(without)} carry no "
-            "routed "
-            "experts and the others do; either all segments of a trace carry them or none",
+            f"session {path.session_id!r}: of the path {path.nodes} the nodes {list(without)} "
+            "carry no routed experts and the others do; either all segments of a trace carry them "
+            "or none",
             without,
         )
     kinds = {p.routed_experts.shape[1:] for _, p in filled if p.routed_experts is not None}
     if len(kinds) > 1:
         raise RoutingGap(
-            f"session {session_id!r}: routed experts of one path differ in (layers, top_k): "
+            f"session {path.session_id!r}: routed experts of one path differ in (layers, top_k): "
             f"{sorted(kinds)}",
             tuple(node for node, _ in filled),
         )
-    routed = np.concatenate([p.routed_experts for _, p in filled if p.routed_experts is not None])
-    end = 0
-    unknown = 0
+
+
+def _join_routing(path: _Path, rows: Routing) -> None:
+    """Fill in what became known with a later segment; `RoutingGap` where a row stays unknown."""
+    end = unknown = 0
     culprit = -1
-    for node, part in filled:
-        if part.routed_before is not None:
-            rows = len(part.routed_before)
-            routed[end - rows : end] = part.routed_before
-            unknown = max(0, unknown - rows)
+    for node, part in zip(path.nodes, path.parts, strict=True):
+        if not part.n:
+            continue
+        before = part.routed_before
+        if before is not None:
+            rows[end - len(before) : end] = before
+            unknown = max(0, unknown - len(before))
         if unknown:
             raise RoutingGap(
-                f"session {session_id!r}: the last {unknown} tokens of node {culprit} have no "
-                "routed experts and "
-                f"node {node} after it does not bring them (routed_before)",
+                f"session {path.session_id!r}: the last {unknown} tokens of node {culprit} have "
+                f"no routed experts and node {node} after it does not bring them (routed_before)",
                 (culprit,),
             )
-        end += len(part.token_ids)
-        unknown = len(part.token_ids) - part.n_routed
+        end += part.n
+        unknown = part.n - part.n_routed
         culprit = node
     if unknown > 1:
         raise RoutingGap(
-            f"session {session_id!r}: the last {unknown} tokens of node {culprit} have no routed "
-            "experts; only the very last token of a trace may lack its row",
+            f"session {path.session_id!r}: the last {unknown} tokens of node {culprit} have no "
+            "routed experts; only the very last token of a trace may lack its row",
             (culprit,),
         )
-    return routed

@@ -7,13 +7,17 @@ engine's swap stands in the order of its stream, between two decode steps. The o
 itself, and an engine refuses one that does not fit its model before it changes anything. The
 session that `publish` names keeps the object alive; whoever owns that session releases it when the
 last engine has moved on.
+
+A writer and a reader belong to one model, whose parameters stay where they are in memory: where
+they lie in an object is worked out once, and an object that begins with the same bytes as the one
+before is not read again.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +28,13 @@ from shmstore.copies import Copies
 from trainer.engine.protocol import WeightsVersion
 from trainer.errors import EngineError
 
-__all__ = ["WeightsMismatch", "load_into", "publish"]
+__all__ = ["WeightsMismatch", "WeightsReader", "WeightsWriter"]
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
+_LEAD_BYTES = 128
+"""Where the entries of the tensors begin: before them are the header's length and the model step,
+and nothing else in the header differs between the versions of a model."""
 _NAME_OF = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _TYPE_OF = {name: kind for kind, name in _NAME_OF.items()}
 
@@ -46,106 +53,169 @@ class _Place:
     dtype: torch.dtype
 
 
-def publish(
-    model: torch.nn.Module,
-    store: Store,
-    model_step: int,
-    *,
-    session: str,
-    dtype: torch.dtype | None = None,
-    timeout: float | None = None,
-) -> WeightsVersion:
-    """Writes the parameters, tied ones once, into one new object of `session`.
+class _Cuts:
+    """How an object comes apart into its tensors, in the order of `places`."""
 
-    `dtype`: what the engines hold, by default the learner's own types. `timeout`: seconds to wait
-    for room. Raises StoreFull and SessionReleased of shmstore.
+    def __init__(self, places: Sequence[_Place], size: int) -> None:
+        self._sizes: list[int] = []
+        picks: dict[int, int] = {}
+        at = 0
+        for index in sorted(range(len(places)), key=lambda index: places[index].start):
+            place = places[index]
+            self._sizes += [place.start - at, place.stop - place.start]
+            picks[index] = len(self._sizes) - 1
+            at = place.stop
+        self._sizes.append(size - at)
+        self._picks = [(picks[index], place.dtype) for index, place in enumerate(places)]
+
+    def of(self, blob: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What stands before the first tensor, and one flat view for each."""
+        parts = blob.split_with_sizes(self._sizes)
+        return parts[0], [parts[pick].view(dtype) for pick, dtype in self._picks]
+
+
+class _Parameters:
+    """The parameters of one model, tied ones once."""
+
+    def __init__(self, model: Any) -> None:
+        self.named: dict[str, torch.Tensor] = {
+            name: value.detach() for name, value in model.named_parameters()
+        }
+        self.device = next(iter(self.named.values())).device
+        self._live = list(model.parameters())
+        self._flat = [value.view(-1) for value in self.named.values()]
+
+    def flat(self) -> list[torch.Tensor]:
+        """Each as one row, over the model's own memory."""
+        moved = [
+            a for a, b in zip(self._live, self._flat, strict=True) if a.data_ptr() != b.data_ptr()
+        ]
+        assert not moved, f"{len(moved)} parameters are not where they were"
+        return self._flat
+
+
+class WeightsWriter:
+    """Publishes the weights of `model`. `dtype`: what the engines hold, by default the learner's
+    own types.
     """
-    tensors = {name: value.detach() for name, value in model.named_parameters()}
-    kinds = {name: dtype or value.dtype for name, value in tensors.items()}
-    header, places, size = _plan(tensors, kinds, model_step)
-    with store.build((size,), torch.uint8, session, timeout) as draft:
-        blob = draft.tensor
-        blob[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        with Copies(store, _device_of(tensors)) as copies:
-            for name, place in places.items():
-                sink = blob[place.start : place.stop].view(place.dtype)
-                copies.download(tensors[name].reshape(-1), sink)
-    return WeightsVersion(ref=bytes(draft.ref), model_step=model_step, nbytes=size)
+
+    def __init__(self, model: Any, store: Store, dtype: torch.dtype | None = None) -> None:
+        self._store = store
+        self._parameters = _Parameters(model)
+        named = self._parameters.named
+        entries, places, self._size = _plan(
+            named, {name: dtype or value.dtype for name, value in named.items()}
+        )
+        self._cuts = _Cuts(places, self._size)
+        self._entries_bytes = len(entries)
+        self._header = bytearray(_lead(len(entries)) + entries)
+        self._head = torch.frombuffer(self._header, dtype=torch.uint8)
+
+    def publish(
+        self, model_step: int, *, session: str, timeout: float | None = None
+    ) -> WeightsVersion:
+        """Writes the parameters into one new object of `session`.
+
+        `timeout`: seconds to wait for room. Raises StoreFull and SessionReleased of shmstore.
+        """
+        self._header[:_LEAD_BYTES] = _lead(self._entries_bytes, model_step)
+        with self._store.build((self._size,), torch.uint8, session, timeout) as draft:
+            head, sinks = self._cuts.of(draft.tensor)
+            head.copy_(self._head)
+            with Copies(self._store, self._parameters.device) as copies:
+                copies.download_all(self._parameters.flat(), sinks)
+        return WeightsVersion(ref=bytes(draft.ref), model_step=model_step, nbytes=self._size)
 
 
-def load_into(model: Any, store: Store, version: WeightsVersion) -> None:
-    """Copies a published version into the model's parameters, converting types where they differ.
+class WeightsReader:
+    """Loads published weights into `model`, converting types where they differ."""
 
-    Raises WeightsMismatch, or ObjectFreed of shmstore when the version is gone.
-    """
-    blob: torch.Tensor = store.get(ObjectRef.from_bytes(version.ref))
-    places = _read_layout(blob)
-    targets = dict(model.named_parameters())
-    _check(targets, places, version)
-    with torch.no_grad(), Copies(store, _device_of(targets)) as copies:
-        for name, target in targets.items():
-            place = places[name]
-            source = blob[place.start : place.stop].view(place.dtype).view(place.shape)
-            copies.upload(source, target)
+    def __init__(self, model: Any, store: Store) -> None:
+        self._store = store
+        self._parameters = _Parameters(model)
+        self._known: tuple[int, bytes] = 0, b""
+        """Size and entries of the object that the cuts are for."""
+        self._cuts: _Cuts | None = None
+
+    def load(self, version: WeightsVersion) -> None:
+        """Copies a version into the model's parameters.
+
+        Raises WeightsMismatch, or ObjectFreed of shmstore when the version is gone.
+        """
+        blob: torch.Tensor = self._store.get(ObjectRef.from_bytes(version.ref))
+        cuts = self._cuts_for(blob, version)
+        with torch.no_grad(), Copies(self._store, self._parameters.device) as copies:
+            copies.upload_all(cuts.of(blob)[1], self._parameters.flat())
+
+    def _cuts_for(self, blob: torch.Tensor, version: WeightsVersion) -> _Cuts:
+        """From the header; checked against the object's size and the model."""
+        length = int.from_bytes(_bytes_of(blob[:_LENGTH_BYTES]), "little")
+        header = _bytes_of(blob[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        known = blob.numel(), header[_LEAD_BYTES - _LENGTH_BYTES :]
+        if self._cuts is None or known != self._known:
+            places = _read_places(header, blob.numel())
+            _check(self._parameters.named, places, version)
+            self._cuts = _Cuts([places[name] for name in self._parameters.named], blob.numel())
+            self._known = known
+        return self._cuts
 
 
-def _device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
-    """The one device that a model is on."""
-    return next(iter(tensors.values())).device
+def _lead(entries_bytes: int, model_step: int = 0) -> bytes:
+    """What stands before the entries."""
+    text = f'{{"__metadata__":{{"model_step":"{model_step}"}},'.encode()
+    length = _LEAD_BYTES - _LENGTH_BYTES
+    assert len(text) <= length, model_step
+    return (length + entries_bytes).to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
 
 
 def _plan(
-    tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, torch.dtype], model_step: int
-) -> tuple[bytes, dict[str, _Place], int]:
-    """The header, the place of each tensor, and the size of the whole."""
-    relative: dict[str, _Place] = {}
+    tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, torch.dtype]
+) -> tuple[bytes, list[_Place], int]:
+    """The header's entries, the place of each tensor, and the size of the whole."""
+    record: dict[str, Any] = {}
     offset = 0
     for name, value in tensors.items():
         size = value.numel() * kinds[name].itemsize
-        relative[name] = _Place(offset, offset + size, tuple(value.shape), kinds[name])
-        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-    record: dict[str, Any] = {"__metadata__": {"model_step": str(model_step)}}
-    for name, place in relative.items():
         record[name] = {
-            "dtype": _NAME_OF[place.dtype],
-            "shape": list(place.shape),
-            "data_offsets": [place.start, place.stop],
+            "dtype": _NAME_OF[kinds[name]],
+            "shape": list(value.shape),
+            "data_offsets": [offset, offset + size],
         }
-    text = json.dumps(record, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
-    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    return header, _shifted(relative, len(header)), len(header) + offset
+        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+    entries = json.dumps(record, separators=(",", ":")).encode()[1:]
+    entries += b" " * (-(_LEAD_BYTES + len(entries)) % _ALIGNMENT)
+    body = _LEAD_BYTES + len(entries)
+    return entries, list(_places(record, body).values()), body + offset
 
 
-def _shifted(places: Mapping[str, _Place], by: int) -> dict[str, _Place]:
+def _places(record: Mapping[str, Any], body: int) -> dict[str, _Place]:
+    """Of the entries of a header; the data begin at `body`."""
     return {
-        name: _Place(place.start + by, place.stop + by, place.shape, place.dtype)
-        for name, place in places.items()
+        name: _Place(
+            start=body + entry["data_offsets"][0],
+            stop=body + entry["data_offsets"][1],
+            shape=tuple(entry["shape"]),
+            dtype=_TYPE_OF[entry["dtype"]],
+        )
+        for name, entry in record.items()
     }
 
 
-def _read_layout(blob: torch.Tensor) -> dict[str, _Place]:
+def _read_places(header: bytes, size: int) -> dict[str, _Place]:
     """The places that the object itself states, checked against its size."""
+    body = _LENGTH_BYTES + len(header)
     try:
-        length = int.from_bytes(_bytes_of(blob[:_LENGTH_BYTES]), "little")
-        record = json.loads(_bytes_of(blob[_LENGTH_BYTES : _LENGTH_BYTES + length]))
+        record = json.loads(header)
         record.pop("__metadata__", None)
-        relative = {
-            name: _Place(
-                start=entry["data_offsets"][0],
-                stop=entry["data_offsets"][1],
-                shape=tuple(entry["shape"]),
-                dtype=_TYPE_OF[entry["dtype"]],
-            )
-            for name, entry in record.items()
-        }
+        places = _places(record, body)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsMismatch(f"the object does not hold published weights: {error!r}") from error
-    places = _shifted(relative, _LENGTH_BYTES + length)
-    for name, place in places.items():
+    end = body
+    for name, place in sorted(places.items(), key=lambda item: item[1].start):
         wanted = math.prod(place.shape) * place.dtype.itemsize
-        if place.stop - place.start != wanted or place.stop > blob.numel():
+        if place.start < end or place.stop - place.start != wanted or place.stop > size:
             raise WeightsMismatch(f"{name} does not lie within the published object")
+        end = place.stop
     return places
 
 
@@ -154,9 +224,7 @@ def _bytes_of(blob: torch.Tensor) -> bytes:
 
 
 def _check(
-    targets: Mapping[str, torch.nn.Parameter],
-    places: Mapping[str, _Place],
-    version: WeightsVersion,
+    targets: Mapping[str, torch.Tensor], places: Mapping[str, _Place], version: WeightsVersion
 ) -> None:
     missing, unknown = sorted(targets.keys() - places), sorted(places.keys() - targets)
     misshapen = sorted(

@@ -6,11 +6,8 @@ Values only; used by the dispatcher, the producer and the config.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import Any
 
 from trainer.errors import ConfigError
 from trainer.rollout import Group, Prompt
@@ -31,18 +28,9 @@ class Work:
     attempt: int = 0
     group: Group | None = None
 
-    def __reduce__(self) -> tuple[Callable[[bytes], Work], tuple[bytes]]:
-        """As a group's: in messages as one block."""
-        return _work_from_bytes, (msgspec.msgpack.encode(self),)
-
-
-def _work_from_bytes(raw: bytes) -> Work:
-    return _work_decoder().decode(raw)
-
-
-@functools.cache
-def _work_decoder() -> msgspec.msgpack.Decoder[Work]:
-    return msgspec.msgpack.Decoder(Work)
+    def __reduce__(self) -> tuple[type[Work], tuple[Any, ...]]:
+        """As `Prompt.__reduce__`."""
+        return Work, (self.uid, self.task, self.prompt, self.attempt, self.group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,15 @@ def test_an_end_that_is_killed_or_stopped_makes_no_trouble(root: Path) -> None:
         assert list(root.iterdir()) == []
 
 
+def test_dead_runs_are_named_before_they_are_removed_and_live_ones_are_not(root: Path) -> None:
+    alive = RunDir("alive")
+    _dead(root / "run")
+    assert rundir.dead_runs() == ["run"]
+    assert sweep() == ["run"]
+    assert rundir.dead_runs() == []
+    alive.remove()
+
+
 def test_a_live_run_that_lost_its_lock_is_left_alone(root: Path) -> None:
     """To somebody who removes old files in /tmp."""
     made = RunDir("run")

@@ -42,6 +42,24 @@ def test_L01_a_transfer_moves_all_ids_or_none(store: Store) -> None:
     assert sorted(s.list("learner")) == ["s-0", "s-2"]
 
 
+def test_owners_and_bytes_of_many_sessions_are_asked_for_at_once(store: Store) -> None:
+    s = store.sessions
+    for name, owner in (("a", "one"), ("b", "two"), ("c", "one")):
+        s.open(name, owner=owner)
+    shared = store.put(bytes(1000))
+    own = store.put(bytes(10), session="a")
+    for name in ("a", "b"):
+        s.attach(name, shared)
+    s.release(["c"], owner="one")
+    assert s.owners(["b", "c", "a", "never", "a"]) == ["two", None, "one", None, "one"]
+    assert s.owners([]) == []
+    assert s.nbytes(["a", "b", "a"]) == shared.nbytes + own.nbytes, "the shared object once"
+    assert s.nbytes(["b"]) == shared.nbytes
+    assert s.nbytes([]) == 0
+    with pytest.raises(SessionReleased):
+        s.nbytes(["a", "c"])
+
+
 def test_L01_every_session_has_one_owner_while_processes_pull_at_it(store: Store) -> None:
     s = store.sessions
     names = [f"s-{i}" for i in range(40)]

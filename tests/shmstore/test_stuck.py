@@ -103,6 +103,8 @@ def test_who_waits_for_a_stopped_process_lets_the_other_threads_run_and_is_told(
             "release": lambda: sessions.release(["s"], "o"),
             "release_owned": lambda: sessions.release_owned("o"),
             "owner": lambda: sessions.owner("s"),
+            "owners": lambda: sessions.owners(["s"]),
+            "nbytes": lambda: sessions.nbytes(["s"]),
             "list": sessions.list,
             "len": lambda: len(sessions),
             "in": lambda: "s" in sessions,

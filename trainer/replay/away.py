@@ -9,6 +9,7 @@ the replay buffer, on its loop.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -126,11 +127,16 @@ class Away:
 
     def pop_trained(self, owner: str) -> list[Entry]:
         """Groups of `owner` whose sessions have all been released."""
-        return self._pop(owner, lambda ids: not any(sid in self._sessions for sid in ids))
+        return self._pop(owner, lambda holders: holders <= {None})
 
     def pop_fallen(self) -> list[Entry]:
         """Groups whose sessions are all the buffer's again: its heirs' rule has moved them."""
-        return [entry for owner in self.takers for entry in self._pop(owner, self.is_mine)]
+        mine = {self._owner}
+        return [
+            entry
+            for owner in self.takers
+            for entry in self._pop(owner, lambda holders: holders <= mine)
+        ]
 
     def pop_taken(self, owner: str) -> list[Entry]:
         """Everything that `owner` had taken."""
@@ -138,12 +144,17 @@ class Away:
 
     def is_mine(self, session_ids: Iterable[str]) -> bool:
         """Whether the buffer owns all of these sessions."""
-        sessions = self._sessions
-        return all(sid in sessions and sessions.owner(sid) == self._owner for sid in session_ids)
+        return all(holder == self._owner for holder in self._sessions.owners(session_ids))
 
-    def _pop(self, owner: str, chosen: Callable[[tuple[str, ...]], bool]) -> list[Entry]:
+    def _pop(self, owner: str, chosen: Callable[[set[str | None]], bool]) -> list[Entry]:
+        """Those of a taker's groups whose sessions are with `chosen` holders now."""
         entries = self._taken.get(owner, {})
-        found = [entry for entry in entries.values() if chosen(entry.group.session_ids)]
+        if not entries:
+            return []
+        ids = [entry.group.session_ids for entry in entries.values()]
+        holders = iter(self._sessions.owners(itertools.chain.from_iterable(ids)))
+        held = [set(itertools.islice(holders, len(own))) for own in ids]
+        found = [entry for entry, by in zip(entries.values(), held, strict=True) if chosen(by)]
         for entry in found:
             del entries[entry.group.uid]
         return found

@@ -78,7 +78,7 @@ class ReplayBuffer:
         owner: str = REPLAY_OWNER,
     ) -> None:
         self.owner = owner
-        self.expiry = _parse_expiry(expiry)
+        self.expiry = Expiry.parse(expiry)
         self.max_bytes = check_max_bytes(max_bytes)
         self.accounts = Accounts()
         self.train_step = 0
@@ -113,18 +113,10 @@ class ReplayBuffer:
         what cannot be filed, or was lent as something else; `NotOwner` when a session is not
         `owner`'s; then nothing has changed. `BufferClosed` after `close`.
         """
-        self._raise_if_closed()
-        group = checked_group(group, task)
-        self._refuse_known(group.uid)
-        group = self._away.as_lent(group)
-        if train_step is not None:
-            self.train_step = max(self.train_step, check_step(train_step))
-        group = contents.described(self._traces, self._store.sessions, group)
-        status = group.status
-        if status not in _FILED:
-            self._end_at_put(group, status, owner)
+        group = self._readied(group, task, train_step)
+        status = self._put_at_once(group, owner)
+        if status is not None:
             return status
-        group = group.evolve(nbytes=contents.nbytes(self._store.sessions, group))
         try:
             async with asyncio.timeout(timeout):
                 await self.waiting.for_room(group.task, group.nbytes, owner=owner)
@@ -138,6 +130,10 @@ class ReplayBuffer:
         except BaseException:
             self.waiting.wake()  # the room is another's
             raise
+
+    def put_at_once(self, group: Group, *, owner: str) -> Status | None:
+        """As `put`, without waiting: None when there is no room, and nothing was changed."""
+        return self._put_at_once(self._readied(group, None, None), owner)
 
     def discard(self, group: Group, *, owner: str) -> None:
         """A producer gives a group up (L21): its sessions end, its rollouts are booked as
@@ -348,7 +344,7 @@ class ReplayBuffer:
         self.settle_all()
         rows = [(entry.seq, entry.group) for entry in (*self._index, *self._away.taken)]
         # Their sessions are being written to: of members under way only the prompt is certain.
-        rows += [(entry.seq, _without_unfinished(entry.group)) for entry in self._away.lent]
+        rows += [(lent.seq, snapshots.without_unfinished(lent.group)) for lent in self._away.lent]
         rows.sort(key=lambda row: row[0])
         return snapshots.freeze(
             self._store,
@@ -384,9 +380,8 @@ class ReplayBuffer:
             buffer.train_step = int(state["train_step"])
             buffer.accounts.load_json(state["accounts"])
             for group in groups:
-                buffer._add(
-                    group.evolve(nbytes=contents.nbytes(store.sessions, group)), buffer._new_seq()
-                )
+                nbytes = store.sessions.nbytes(group.session_ids)
+                buffer._add(group.evolve(nbytes=nbytes), buffer._new_seq())
         except (LookupError, TypeError, ValueError, AttributeError, StoreError) as error:
             store.sessions.release([s for g in groups for s in g.session_ids], owner=owner)
             raise SnapshotError(
@@ -396,6 +391,28 @@ class ReplayBuffer:
         return buffer
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _readied(self, group: Group, task: str | None, train_step: int | None) -> Group:
+        """Checked, and with what the arena says about it."""
+        self._raise_if_closed()
+        group = checked_group(group, task)
+        self._refuse_known(group.uid)
+        group = self._away.as_lent(group)
+        if train_step is not None:
+            self.train_step = max(self.train_step, check_step(train_step))
+        group = contents.described(self._traces, self._store.sessions, group)
+        if group.status in _FILED:
+            group = group.evolve(nbytes=self._store.sessions.nbytes(group.session_ids))
+        return group
+
+    def _put_at_once(self, group: Group, owner: str) -> Status | None:
+        status = group.status
+        if status not in _FILED:
+            self._end_at_put(group, status, owner)
+            return status
+        if self.waiting.may_pass(group.task, group.nbytes, owner=owner):
+            return self._file(group, owner)
+        return None
 
     def _file(self, group: Group, owner: str) -> Status:
         self._refuse_known(group.uid)  # again: another may have been filed while this one waited
@@ -463,7 +480,7 @@ class ReplayBuffer:
         for rollout in stale:
             self._store.sessions.truncate(rollout.session_id, keep=rollout.n_prompt_nodes)
         self.accounts.cut(group.task, stale)
-        return group.evolve(nbytes=contents.nbytes(self._store.sessions, group))
+        return group.evolve(nbytes=self._store.sessions.nbytes(group.session_ids))
 
     def _add(self, group: Group, seq: int) -> None:
         with self._lock:
@@ -530,16 +547,3 @@ class ReplayBuffer:
     def _tell(self) -> None:
         for listener in self._listeners:
             listener()
-
-
-def _parse_expiry(expiry: Expiry | str | None) -> Expiry:
-    if isinstance(expiry, Expiry):
-        return expiry
-    return Expiry() if expiry is None else Expiry(action=ExpiryAction.parse(expiry))
-
-
-def _without_unfinished(group: Group) -> Group:
-    """Members that are not COMPLETED, cut back to their prompt."""
-    return group.with_rollouts(
-        [r if r.status is Status.COMPLETED else r.cut_to_prompt(r.status) for r in group.rollouts]
-    )

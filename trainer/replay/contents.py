@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     from shmstore.sessions import Sessions
     from trainer.trace import TraceStore
 
-__all__ = ["described", "nbytes", "refuse_foreign"]
+__all__ = ["described", "refuse_foreign"]
 
 
 def refuse_foreign(sessions: Sessions, group: Group, owner: str) -> None:
     """`NotOwner` when a live session of the group is not `owner`'s; those that are gone do not
     matter to a group that ends.
     """
-    live = [sid for sid in group.session_ids if sid in sessions]
-    foreign = [sid for sid in live if sessions.owner(sid) != owner]
+    ids = group.session_ids
+    holders = dict(zip(ids, sessions.owners(ids), strict=True))
+    foreign = [sid for sid in ids if holders[sid] not in (owner, None)]
     if foreign:
         raise NotOwner(
             f"group {group.uid!r} of {owner!r} cannot end: {foreign[0]!r} is owned by "
-            f"{sessions.owner(foreign[0])!r}",
+            f"{holders[foreign[0]]!r}",
             tuple(foreign),
         )
 
@@ -42,9 +43,3 @@ def described(traces: TraceStore, sessions: Sessions, group: Group) -> Group:
             for r, lacks in zip(group.rollouts, bare, strict=True)
         ]
     )
-
-
-def nbytes(sessions: Sessions, group: Group) -> int:
-    """Bytes that the sessions of a group hold, an object shared by several once."""
-    refs = {entry.ref for sid in group.session_ids for entry in sessions.objects(sid)}
-    return sum(ref.nbytes for ref in refs)

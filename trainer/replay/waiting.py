@@ -114,8 +114,7 @@ class Waiting:
 
         Who then does not file it has to `wake` the next one.
         """
-        self.raise_failure()
-        if owner in self._admitted or (not self._putters and self.has_room(task, nbytes)):
+        if self.may_pass(task, nbytes, owner=owner):
             return
         putter = _Putter(owner, task=task, nbytes=nbytes)
         self._putters.append(putter)
@@ -133,6 +132,11 @@ class Waiting:
             self.wake()  # it may have been this one's turn
             raise
         self._putters.remove(putter)
+
+    def may_pass(self, task: str, nbytes: int, *, owner: str) -> bool:
+        """Whether a group of this size may be filed now, without waiting in line."""
+        self.raise_failure()
+        return owner in self._admitted or (not self._putters and self.has_room(task, nbytes))
 
     def can_meet(self, need: Mapping[str, int]) -> bool:
         """Whether so many groups of each task can be taken now."""

@@ -87,6 +87,7 @@ class Driver:
         self._clock = _Clock(time.perf_counter())
         self._evaluated: dict[str, float] = {}
         self._use: dict[str, EngineUse] = {}
+        self._use_at_sync: dict[str, EngineUse] = {}
         self._cpu_s = time.process_time()
         self._saved = _Written(train_step if train_step else -1)
         self._exported = _Written(-1)
@@ -172,7 +173,7 @@ class Driver:
         weights = parts.learner.weights
         if weights is None or weights.model_step != model_step:
             weights = await parts.learner.publish(model_step)
-        await parts.producer.load_weights(weights, mode)
+        self._use_at_sync = await parts.producer.load_weights(weights, mode)
         parts.learner.retire(before=model_step)
         self._model_step = model_step
         self._moved(f"the engines run the weights of step {model_step}")
@@ -279,8 +280,8 @@ class Driver:
 
     async def _numbers(self, report: StepReport) -> dict[str, float]:
         """The numbers of a step that has ended."""
-        use_after = await self._parts.producer.use()
-        before, self._use = self._use, use_after
+        use_after = self._use_at_sync or await self._parts.producer.use()
+        before, self._use, self._use_at_sync = self._use, use_after, {}
         use = [(before[name], use_after[name]) for name in before if name in use_after]
         cpu_before_s, self._cpu_s = self._cpu_s, time.process_time()
         times = StepTimes(

@@ -62,15 +62,17 @@ def make_engine(config: Config, threads: int, store: Store) -> tuple[TorchEngine
     from trainer.devices import prepare_device
     from trainer.engine.torch_engine import TorchEngine
     from trainer.model.models import build_model
-    from trainer.weights import load_into
+    from trainer.weights import WeightsReader
 
     torch.set_num_threads(threads)
     device = own_device(config.engine.device)
     prepare_device(device, config.engine.memory_fraction)
     model, tokenizer = build_model(config.model, device)
 
-    def load(target: Any, version: WeightsVersion) -> None:
-        load_into(target, store, version)
+    reader = WeightsReader(model, store)
+
+    def load(_model: Any, version: WeightsVersion) -> None:
+        reader.load(version)
 
     engine = TorchEngine(model, tokenizer, config.engine, load_weights=load)
     return engine, tokenizer

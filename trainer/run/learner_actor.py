@@ -12,6 +12,7 @@ Spawned by `trainer.run.wiring`; its methods are called by the driver, one at a 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -19,13 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from trainer.config import Config, resolved_section
 from trainer.engine.protocol import WeightsVersion
 from trainer.environments.warmup_pairs import WarmupPairs
 from trainer.errors import NotStarted, TrainerError
 from trainer.placement import Cores, keep_for_good, own_device, rest_device
 from trainer.replay import REPLAY_OWNER
-from trainer.rollout import Group, Rollout, Trace
+from trainer.rollout import Group, Trace
 from trainer.run.learner_state import LearnerStates
 from trainer.staleness import mask_stale_labels
 
@@ -33,15 +36,20 @@ if TYPE_CHECKING:
     from actors import Handle
     from shmstore import Store
     from trainer.learner import Learner
+    from trainer.weights import WeightsWriter
 
 __all__ = [
     "LEARNER_OWNER",
     "WEIGHTS_OWNER",
+    "BatchRows",
     "LearnerActor",
     "LearnerReady",
     "LearnerSetup",
     "StepDone",
+    "done_of",
+    "rows_of",
     "step_of_weights",
+    "to_bytes",
     "weights_session",
 ]
 
@@ -78,8 +86,34 @@ class LearnerReady:
     source: str
 
 
-@dataclass(frozen=True)
-class StepDone:
+class BatchRows(msgspec.Struct, frozen=True, array_like=True):
+    """What the learner is told of a batch, rollout by rollout and group after group: the session,
+    the ends of its trainable paths, the judge's reward, the tokens of its response. `sizes`:
+    rollouts of each group.
+    """
+
+    sessions: list[str]
+    leaves: list[tuple[int, ...]]
+    rewards: list[float]
+    lengths: list[int]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> BatchRows:
+        """Of groups that are COMPLETED, so that each member has a reward."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        assert len(rewards) == len(rollouts), "a COMPLETED rollout has no reward"
+        return cls(
+            [rollout.session_id for rollout in rollouts],
+            [rollout.leaves for rollout in rollouts],
+            rewards,
+            [rollout.n_response_tokens for rollout in rollouts],
+            [len(group.rollouts) for group in groups],
+        )
+
+
+class StepDone(msgspec.Struct, frozen=True, array_like=True):
     """What a step came to. Of the seconds in `metrics`, `learn_s` is arithmetic (of which
     `learn_cpu_s` on a CPU), `read_s` export of traces, `keep_s` the copy of the state;
     `process_cpu_s` is all that the process has computed since the step before. `weights`: where
@@ -92,6 +126,12 @@ class StepDone:
     weights: WeightsVersion | None = None
 
 
+#: The two messages of a step travel as bytes: pickling their parts one by one takes longer.
+to_bytes = msgspec.msgpack.Encoder().encode
+rows_of = msgspec.msgpack.Decoder(BatchRows).decode
+done_of = msgspec.msgpack.Decoder(StepDone).decode
+
+
 class LearnerActor:
     """See the module."""
 
@@ -100,6 +140,7 @@ class LearnerActor:
         self._setup = setup
         self._config = setup.config
         self._learner: Learner | None = None
+        self._weights: WeightsWriter | None = None
         self._tokenizer: Any = None
         self._cpu_s = 0.0
         """CPU time of this process when its last step ended."""
@@ -117,8 +158,9 @@ class LearnerActor:
         from actors import current
         from trainer.devices import prepare_device
         from trainer.learner import Learner
-        from trainer.model.models import build_model
+        from trainer.model.models import build_model, torch_dtype
         from trainer.trace import TraceStore
+        from trainer.weights import WeightsWriter
 
         torch.set_num_threads(self._setup.cores.threads)
         device = own_device(self._config.learner.device)
@@ -140,6 +182,8 @@ class LearnerActor:
             warmed = self._warm_up(model, board)
         exact = config.learner.deterministic or config.run.deterministic
         self._learner = Learner(model, dataclasses.replace(config.learner, deterministic=exact))
+        # In the type in which the engines hold them.
+        self._weights = WeightsWriter(model, store, torch_dtype(config.model.dtype))
         keep_for_good()
         parameters = sum(p.numel() for p in model.parameters())
         if kept is not None:
@@ -184,13 +228,15 @@ class LearnerActor:
 
     # -- training --------------------------------------------------------------------------------
 
-    def train(self, groups: Sequence[Group], train_step: int, publish: bool = False) -> StepDone:
-        """One train step on groups whose sessions `learner` holds; afterwards they are released,
-        and with `publish` the new weights are in the arena.
+    def train(self, rows: bytes, train_step: int, publish: bool = False) -> bytes:
+        """One train step on a batch whose sessions `learner` holds; afterwards they are released,
+        and with `publish` the new weights are in the arena. `rows`: its `BatchRows`; -> `StepDone`,
+        both as `to_bytes` writes them.
         """
         learner, began = self._ready, time.perf_counter()
         self._cpu_s = self._cpu_s or time.process_time()  # not what building the model took
-        traces, advantages, rewards, rollout_ids = self._read(groups, train_step)
+        batch = rows_of(rows)
+        traces, advantages, rewards, rollout_ids = self._read(batch, train_step)
         read_s, cpu_before_s = time.perf_counter() - began, time.thread_time()
         metrics = learner.train_step(
             traces,
@@ -201,12 +247,11 @@ class LearnerActor:
         )
         del traces  # they pin the batch's bytes
         done, learn_cpu_s = time.perf_counter(), time.thread_time() - cpu_before_s
-        ids = [sid for group in groups for sid in group.session_ids]
         record = {"train_step": train_step, "metrics": metrics}
         if self._config.checkpoint.recovery == "arena":
             self._states.keep(train_step, learner.state_arrays(), record)
         keep_s = time.perf_counter() - done
-        released = self._store.sessions.release(ids, owner=LEARNER_OWNER)
+        released = self._store.sessions.release(batch.sessions, owner=LEARNER_OWNER)
         weights = self.publish(train_step) if publish else None
         cpu_before_s, self._cpu_s = self._cpu_s, time.process_time()
         metrics = {
@@ -218,10 +263,10 @@ class LearnerActor:
             "train_s": time.perf_counter() - began,
             "process_cpu_s": self._cpu_s - cpu_before_s,
         }
-        return StepDone(train_step, metrics, len(released), weights)
+        return to_bytes(StepDone(train_step, metrics, len(released), weights))
 
     def _read(
-        self, groups: Sequence[Group], train_step: int
+        self, batch: BatchRows, train_step: int
     ) -> tuple[list[Trace], list[float], list[float], list[int]]:
         """Every trainable path of the batch with its rollout's advantage, reward and number.
 
@@ -229,32 +274,32 @@ class LearnerActor:
         """
         from trainer.advantage import batch_advantages
 
-        places: list[tuple[str, int]] = []
-        advantages: list[float] = []
-        rewards: list[float] = []
-        rollout_ids: list[int] = []
-        scored = [[self._shaped(rollout) for rollout in group.rollouts] for group in groups]
-        shared = batch_advantages(scored, self._config.learner.estimator)
-        number = 0
-        for group, scores, shares in zip(groups, scored, shared, strict=True):
-            for rollout, share, score in zip(group.rollouts, shares, scores, strict=True):
-                for leaf in rollout.leaves:
-                    places.append((rollout.session_id, leaf))
-                    advantages.append(float(share))
-                    rewards.append(score)
-                    rollout_ids.append(number)
-                number += 1
+        scores = self._shaped(batch)
+        ends = itertools.accumulate(batch.sizes)
+        groups = [scores[end - size : end] for end, size in zip(ends, batch.sizes, strict=True)]
+        shares = batch_advantages(groups, self._config.learner.estimator)
+        shared = list(itertools.chain.from_iterable(shares))
+        rollout_ids = [number for number, leaves in enumerate(batch.leaves) for _ in leaves]
+        ends_of_paths = itertools.chain.from_iterable(batch.leaves)
+        places = [
+            (batch.sessions[n], node) for n, node in zip(rollout_ids, ends_of_paths, strict=True)
+        ]
         traces = [self._fresh(trace, train_step) for trace in self._traces.export_nodes(places)]
-        return traces, advantages, rewards, rollout_ids
+        advantages = [shared[number] for number in rollout_ids]
+        return traces, advantages, [scores[number] for number in rollout_ids], rollout_ids
 
-    def _shaped(self, rollout: Rollout) -> float:
-        """The judge's reward and DAPO's penalty for answers near the length limit."""
+    def _shaped(self, batch: BatchRows) -> list[float]:
+        """The judge's rewards and DAPO's penalty for answers near the length limit."""
         from trainer.advantage import overlong_penalty
 
-        assert rollout.reward is not None, f"{rollout.uid} is COMPLETED without a reward"
         longest = self._config.rollout.max_new_tokens
         buffer = self._config.learner.overlong_buffer
-        return rollout.reward + overlong_penalty(rollout.n_response_tokens, longest, buffer)
+        if not buffer:
+            return batch.rewards
+        return [
+            reward + overlong_penalty(length, longest, buffer)
+            for reward, length in zip(batch.rewards, batch.lengths, strict=True)
+        ]
 
     def _fresh(self, trace: Trace, train_step: int) -> Trace:
         limit = self._config.schedule.max_token_staleness
@@ -269,14 +314,12 @@ class LearnerActor:
 
     def publish(self, model_step: int) -> WeightsVersion:
         """Puts the weights into the arena as one object, in a session of the owner `weights`."""
-        from trainer.model.models import torch_dtype
-        from trainer.weights import publish
-
-        learner, session = self._ready, weights_session(model_step)
-        dtype = torch_dtype(self._config.model.dtype)  # as the engines hold them
+        writer, session = self._weights, weights_session(model_step)
+        if writer is None:
+            raise NotStarted("the learner was asked to publish before start()")
         self._store.sessions.release([session], owner=WEIGHTS_OWNER)  # of a death in the middle
         self._store.sessions.open(session, owner=WEIGHTS_OWNER)
-        return publish(learner.model, self._store, model_step, session=session, dtype=dtype)
+        return writer.publish(model_step, session=session)
 
     def save(self, folder: str, train_step: int) -> None:
         """Model, optimizer and counters for a resume, as safetensors and JSON."""

@@ -22,9 +22,12 @@ from trainer.rollout import Group
 from trainer.run.learner_actor import (
     LEARNER_OWNER,
     WEIGHTS_OWNER,
+    BatchRows,
     LearnerReady,
     StepDone,
+    done_of,
     step_of_weights,
+    to_bytes,
 )
 from trainer.run.learner_state import LearnerStates
 
@@ -72,11 +75,13 @@ class LearnerLink:
         self, groups: Sequence[Group], train_step: int, *, publish: bool = False
     ) -> StepDone:
         """One step, exactly once; with `publish` its weights are in the arena afterwards."""
+        batch = BatchRows.of(groups)
+        rows = to_bytes(batch)
         while True:
             try:
-                done: StepDone = await self._handle.train(groups, train_step, publish)
+                done = done_of(await self._handle.train(rows, train_step, publish))
             except (ActorDied, NotStarted) as death:
-                found = await self._after_death_in_step(groups, train_step, death)
+                found = await self._after_death_in_step(batch.sessions, train_step, death)
                 if found is None:
                     continue
                 done = found
@@ -88,20 +93,19 @@ class LearnerLink:
             return done
 
     async def _after_death_in_step(
-        self, groups: Sequence[Group], train_step: int, death: Exception
+        self, ids: Sequence[str], train_step: int, death: Exception
     ) -> StepDone | None:
         """The step's result when it was done before the death; None when it has to be done
         again.
         """
         await self._revive(death)
-        ids = [sid for group in groups for sid in group.session_ids]
         sessions = self._store.sessions
         kept = self._states.find()
         if kept is not None and kept.train_step == train_step:
             released = sessions.release(ids, owner=REPLAY_OWNER)
             released += sessions.release(ids, owner=LEARNER_OWNER)
             return StepDone(train_step, dict(kept.record["metrics"]), len(released))
-        if not all(sid in sessions for sid in ids):  # released: trained, and then it died
+        if None in sessions.owners(ids):  # released: trained, and then it died
             raise StateLost("learner", f"it died when step {train_step} was done: {death}")
         # They fell to the heir when the process died, or are the learner's still when it died
         # before they were taken; either way the same batch is trained again.

@@ -195,9 +195,10 @@ class ProducerActor:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    async def load_weights(self, weights: WeightsVersion, mode: SyncMode) -> None:
-        """Every engine takes the weights."""
+    async def load_weights(self, weights: WeightsVersion, mode: SyncMode) -> dict[str, EngineUse]:
+        """Every engine takes the weights; -> `use`, which is wanted once a step as well."""
         await self._ready.engine.load_weights(weights, mode)
+        return await self.use()
 
     async def engine_up(self, name: str, weights: WeightsVersion) -> None:
         """An engine process was started again: it takes the weights, then requests."""

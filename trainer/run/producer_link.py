@@ -163,10 +163,12 @@ class ProducerLink:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    async def load_weights(self, weights: WeightsVersion, mode: SyncMode) -> None:
-        """Every engine takes the weights; a producer that dies meanwhile starts with them."""
+    async def load_weights(self, weights: WeightsVersion, mode: SyncMode) -> dict[str, EngineUse]:
+        """Every engine takes the weights; a producer that dies meanwhile starts with them. ->
+        `use`.
+        """
         self._weights = weights
-        await self._call("load_weights", weights, mode)
+        return dict(await self._call("load_weights", weights, mode) or {})
 
     async def rest(self) -> None:
         """Engines give cached memory of their devices back (colocated schedule)."""
@@ -188,8 +190,7 @@ class ProducerLink:
 
     async def use(self) -> dict[str, EngineUse]:
         """Counters of each engine; empty while the producer is down."""
-        found = await self._call("use")
-        return dict(found) if found else {}
+        return dict(await self._call("use") or {})
 
     async def evaluate(
         self, prompts: Sequence[Prompt], rollouts_each: int, temperature: float, timeout_s: float

@@ -6,11 +6,10 @@ step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from trainer.rollout import Batch
 from trainer.run.engine_actor import EngineUse
@@ -44,17 +43,13 @@ def batch_metrics(batch: Batch, train_step: int, tasks: int) -> dict[str, float]
     """Rewards, staleness, lengths and the window's report. `tasks`: how many the run has."""
     rollouts = batch.rollouts
     rewards = [r.reward for r in rollouts if r.reward is not None]
-    ages = [
-        token_staleness(train_step, r.model_step_min)
-        for r in rollouts
-        if r.model_step_min is not None
-    ]
+    oldest = [r.model_step_min for r in rollouts if r.model_step_min is not None]
     tokens = [r.n_response_tokens for r in rollouts]
     found = {
         "reward_batch": _mean(rewards),
         "rollouts": float(len(rollouts)),
-        "staleness_mean": _mean(ages),
-        "staleness_max": float(max(ages, default=0)),
+        "staleness_mean": token_staleness(train_step, 0) - _mean(oldest),
+        "staleness_max": float(token_staleness(train_step, min(oldest))) if oldest else 0.0,
         "response_tokens_mean": _mean(tokens),
         "tokens_trained": float(sum(tokens)),
     }
@@ -153,4 +148,4 @@ def arena_metrics(stats: Stats) -> dict[str, float]:
 
 
 def _mean(values: Sequence[float] | Sequence[int]) -> float:
-    return float(np.mean(values)) if len(values) else float("nan")
+    return sum(values) / len(values) if values else math.nan

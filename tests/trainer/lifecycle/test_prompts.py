@@ -118,7 +118,8 @@ def test_L25_another_seed_or_a_missing_task_is_refused_on_resume() -> None:
         ("\ud800", 0, "the name of a task is text that is no UTF-8"),
         ("", 0, "names of tasks have 1 to 55 bytes"),
         ("t" * 56, 0, "names of tasks have 1 to 55 bytes"),
-        ("math", {1}, "seed is a set"),
+        ("math", {1}, r"seed is \{1\}; an int of 64 bits is needed"),
+        ("math", 1 << 64, "seed is 18446744073709551616; an int of 64 bits"),
     ],
 )
 def test_what_a_ticket_or_a_snapshot_could_not_carry_is_refused_at_once(

@@ -19,7 +19,7 @@ from trainer.engine.router import EngineRouter
 from trainer.engine.torch_engine import TorchEngine
 from trainer.errors import EngineError
 from trainer.model.config import EngineConfig
-from trainer.weights import WeightsMismatch, load_into, publish
+from trainer.weights import WeightsMismatch, WeightsReader, WeightsWriter
 
 
 def _changed(model: Any) -> Any:
@@ -29,15 +29,17 @@ def _changed(model: Any) -> Any:
     return model
 
 
-def _published(model: Any, store: Store, step: int = 3, **settings: Any) -> WeightsVersion:
+def _published(
+    model: Any, store: Store, step: int = 3, dtype: torch.dtype | None = None
+) -> WeightsVersion:
     store.sessions.open(f"weights-{step}", owner="weights")
-    return publish(model, store, step, session=f"weights-{step}", **settings)
+    return WeightsWriter(model, store, dtype).publish(step, session=f"weights-{step}")
 
 
 def test_every_parameter_arrives_bit_for_bit_and_tied_ones_travel_once(store: Store) -> None:
     source, target = _changed(family("qwen3_moe")[0]), family("qwen3_moe")[0]
     version = _published(source, store)
-    load_into(target, store, version)
+    WeightsReader(target, store).load(version)
     for one, two in zip(source.parameters(), target.parameters(), strict=True):
         assert torch.equal(one, two)
     assert target.lm_head.weight is target.model.embed_tokens.weight
@@ -52,10 +54,10 @@ def test_types_are_converted_on_the_way_out_and_on_the_way_in(
 ) -> None:
     source = family("llama")[0]
     half = family("llama")[0].to(dtype)
-    load_into(half, store, _published(source, store, 1))
+    WeightsReader(half, store).load(_published(source, store, 1))
     narrow = _published(source, store, 2, dtype=dtype)
     wide = family("llama")[0]
-    load_into(wide, store, narrow)
+    WeightsReader(wide, store).load(narrow)
     for one, two, three in zip(
         source.parameters(), half.parameters(), wide.parameters(), strict=True
     ):
@@ -81,7 +83,7 @@ def test_weights_of_another_model_change_nothing(store: Store) -> None:
     target = family("qwen3_moe")[0]
     before = [value.detach().clone() for value in target.parameters()]
     with pytest.raises(WeightsMismatch, match="another model"):
-        load_into(target, store, version)
+        WeightsReader(target, store).load(version)
     assert all(torch.equal(a, b) for a, b in zip(before, target.parameters(), strict=True))
 
 
@@ -108,7 +110,7 @@ def test_bytes_that_are_no_weights_are_an_error(store: Store, blob: torch.Tensor
     ref = store.put(blob)
     version = WeightsVersion(bytes(ref), 1)
     with pytest.raises(WeightsMismatch):
-        load_into(family("llama")[0], store, version)
+        WeightsReader(family("llama")[0], store).load(version)
     del ref
 
 
@@ -117,9 +119,9 @@ def test_a_version_that_is_gone_is_an_error_and_so_is_a_session_that_is_gone(sto
     version = _published(model, store)
     store.sessions.release(["weights-3"], owner="weights")
     with pytest.raises(ObjectFreed):
-        load_into(model, store, version)
+        WeightsReader(model, store).load(version)
     with pytest.raises(SessionReleased):
-        publish(model, store, 4, session="weights-3")
+        WeightsWriter(model, store).publish(4, session="weights-3")
 
 
 def test_an_engine_goes_on_with_published_weights_and_frees_nothing_of_them(store: Store) -> None:
@@ -129,7 +131,10 @@ def test_an_engine_goes_on_with_published_weights_and_frees_nothing_of_them(stor
 
     async def run() -> None:
         engine = TorchEngine(
-            model, tokenizer, EngineConfig(), load_weights=lambda m, v: load_into(m, store, v)
+            model,
+            tokenizer,
+            EngineConfig(),
+            load_weights=lambda m, v: WeightsReader(m, store).load(v),
         )
         try:
             await engine.load_weights(version, "in_flight")
@@ -156,7 +161,10 @@ def test_an_engine_that_is_told_of_a_retired_version_takes_the_newer_one(store: 
 
     async def run() -> None:
         engine = TorchEngine(
-            model, tokenizer, EngineConfig(), load_weights=lambda m, v: load_into(m, store, v)
+            model,
+            tokenizer,
+            EngineConfig(),
+            load_weights=lambda m, v: WeightsReader(m, store).load(v),
         )
         router = EngineRouter({"engine-0": engine}, engine.info, ())
         try:
@@ -185,8 +193,8 @@ def test_weights_cross_to_a_device_and_back_without_a_copy_on_the_way(
     with slow_device(monkeypatch) as double, Store.attach(store.name) as other:
         version = _published(source, other, dtype=torch.bfloat16)
         double.goes_on.clear()
-        load_into(target, other, version)
-        load_into(half, other, version)
+        WeightsReader(target, other).load(version)
+        WeightsReader(half, other).load(version)
         assert not torch.equal(target.lm_head.weight, source.lm_head.weight.bfloat16().float())
         store.sessions.release(["weights-3"], owner="weights")
         assert store.stats().pinned == 1

@@ -22,10 +22,15 @@ from trainer.config import load
 from trainer.errors import EngineError, SnapshotError, SnapshotVersion
 from trainer.fit import _Run
 from trainer.replay import REPLAY_OWNER
-from trainer.rollout import Group
 from trainer.run.display import QuietDisplay
 from trainer.run.driver import Driver
-from trainer.run.learner_actor import LEARNER_OWNER, LearnerReady
+from trainer.run.learner_actor import (
+    LEARNER_OWNER,
+    LearnerReady,
+    StepDone,
+    rows_of,
+    to_bytes,
+)
 from trainer.run.learner_link import LearnerLink, StateLost
 from trainer.run.opening import open_sources
 from trainer.run.producer_link import ProducerLink
@@ -51,8 +56,8 @@ class _Learner:
 
         return SimpleNamespace(using=lambda **_: start)
 
-    async def train(self, groups: list[Group], train_step: int, publish: bool) -> Any:
-        ids = [sid for group in groups for sid in group.session_ids]
+    async def train(self, rows: bytes, train_step: int, publish: bool) -> bytes:
+        ids = rows_of(rows).sessions
         self.batches.append(ids)
         if len(self.batches) == 1:
             if self._released:
@@ -61,7 +66,7 @@ class _Learner:
                 self._store.sessions.transfer(ids, src=LEARNER_OWNER, dst=REPLAY_OWNER)
             raise ActorDied("learner", "killed by signal 9")
         assert self._store.sessions.list(LEARNER_OWNER) == sorted(ids)
-        return SimpleNamespace(weights=None)
+        return to_bytes(StepDone(train_step, {}, 0))
 
 
 @pytest.mark.parametrize("released", [False, True])

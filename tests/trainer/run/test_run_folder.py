@@ -206,6 +206,17 @@ def test_the_command_alone_says_what_it_can_do(capsys: pytest.CaptureFixture[str
     assert "Exit status: 0 done; 1 failed" in told.err
 
 
+def test_doctor_names_the_socket_folders_of_dead_runs_and_removes_none_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("actors.rundir.runs_root", lambda: tmp_path)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed/lock").touch()
+    trainer.cli.main(["doctor"])
+    assert "socket folder of the dead run killed; the next run removes" in capsys.readouterr().out
+    assert (tmp_path / "killed/lock").exists()
+
+
 def test_doctor_says_what_its_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         trainer.cli.main(["doctor", "--help"])
@@ -249,6 +260,15 @@ def test_plain_lines_say_who_owns_what_and_leave_out_no_last_step() -> None:
         "step 7  sessions: learner 16, replay 32",
         "step 8  sessions: weights 1",
     ]
+
+
+def test_a_note_is_shown_as_it_is_whatever_it_says() -> None:
+    stream = io.StringIO()
+    display = LiveDisplay(3, stream, 80)
+    for text in ("what [bold]the judge[/] said: [/tmp/x] :x:", "[red]"):
+        display.note(text)
+        assert f"{text}\n" in stream.getvalue()
+    display.close()
 
 
 LATEST = {

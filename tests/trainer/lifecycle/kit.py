@@ -113,6 +113,7 @@ async def desk(
     script: Script | None = None,
     engine: ScriptedEngine | None = None,
     environment: Environment | None = None,
+    one_turn: bool | None = None,
     judge: Judge | None = None,
     sources: dict[str, Questions] | None = None,
     weights: dict[str, float] | None = None,
@@ -125,8 +126,10 @@ async def desk(
     run: bool = True,
 ) -> AsyncIterator[Desk]:
     """A desk whose producer runs inside the block; at its end everything is given back and
-    balanced.
+    balanced. `one_turn`: conversations say the prompt and no environment runs, as long as none is
+    given.
     """
+    one_turn = environment is None if one_turn is None else one_turn
     sources = sources or {"math": Questions()}
     sampler = PromptSampler(sources, seed=None, epochs=epochs)
     buffer = ReplayBuffer(store, expiry=expiry, max_bytes=max_bytes)
@@ -143,7 +146,7 @@ async def desk(
         ByteTokenizer(),
         environment or OneTurn(),
         judge or CountingJudge(),
-        one_turn=(lambda prompt: prompt.text) if environment is None else None,
+        one_turn=(lambda prompt: prompt.text) if one_turn else None,
     )
     config = ProducerConfig(
         group_size=dispatch["group_size"], **{"groups_max": 8, **(produce or {})}

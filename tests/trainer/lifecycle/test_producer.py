@@ -68,6 +68,31 @@ def test_L05_the_prompt_of_a_group_is_stored_once_for_all_its_sessions(store: St
     run_virtual(main())
 
 
+def test_a_rollout_of_one_turn_runs_no_environment_unless_it_has_a_record(store: Store) -> None:
+    class Counted(OneTurn):
+        runs = 0
+
+        async def run(self, session: Session, prompt: Prompt) -> None:
+            self.runs += 1
+            await super().run(session, prompt)
+
+    async def main() -> None:
+        counted = Counted()
+        options: Any = {"environment": counted, "one_turn": True, "dispatch": WIDE}
+        async with desk(store, script=SLOW, **options) as made:
+            await made.train(1)
+            assert counted.runs == 0
+            await asyncio.sleep(2.5)
+            assert (await made.producer.pause(10)).cancelled_rollouts == 0
+            assert made.buffer.count("math", Status.ABORTED) > 0
+            await made.producer.resume()
+            await asyncio.sleep(100)
+            assert counted.runs > 0
+            assert made.producer.report().errors == {}
+
+    run_virtual(main())
+
+
 def test_L08_production_goes_on_while_the_learner_trains(store: Store) -> None:
     async def main() -> None:
         async with desk(store, script=SLOW, dispatch=WIDE) as made:

@@ -55,6 +55,35 @@ def test_what_ends_while_the_engine_computes_is_handed_over_every_few_passes() -
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("n_short", "passes_max"), [(1, 16), (4, 4)])
+def test_few_that_end_are_handed_over_later_than_many_and_long_before_the_rest(
+    n_short: int, passes_max: int
+) -> None:
+    """Of 24: one is less than an eighth and waits for the limit, four are enough."""
+
+    async def run() -> None:
+        async with running(max_batch=24) as engine:
+            others = [endless(f"long{n}") for n in range(24 - n_short)]
+            longs = [asyncio.ensure_future(engine.generate(one)) for one in others]
+            shorts = [
+                asyncio.ensure_future(engine.generate(endless(f"s{n}", 1))) for n in range(n_short)
+            ]
+            passes: list[int] = []
+            tell = engine._tell
+
+            def counted(callback: Any, *args: Any) -> None:
+                passes.append(engine._steps)
+                tell(callback, *args)
+
+            engine._tell = counted  # type: ignore[method-assign]
+            await asyncio.gather(*shorts)
+            assert not any(long.done() for long in longs)
+            assert passes[0] == passes_max
+            await asyncio.gather(*longs)
+
+    asyncio.run(run())
+
+
 def test_abort_keeps_what_there_is_and_leaves_the_others_alone() -> None:
     async def run() -> None:
         async with running(max_batch=2) as engine:

@@ -65,6 +65,34 @@ def test_types_are_converted_on_the_way_out_and_on_the_way_in(
         assert torch.equal(one.to(dtype).float(), three)
 
 
+def test_a_reader_follows_when_the_object_is_laid_out_in_another_way(store: Store) -> None:
+    """What it remembers is of the object before: of other types, or of another model, it is not."""
+    source, target = family("llama")[0], family("llama")[0]
+    reader = WeightsReader(target, store)
+    exact, narrow = WeightsWriter(source, store), WeightsWriter(source, store, torch.bfloat16)
+    for step, writer in enumerate([exact, exact, narrow, exact, narrow], start=1):
+        _changed(source)
+        store.sessions.open(f"weights-{step}", owner="weights")
+        version = writer.publish(step, session=f"weights-{step}")
+        reader.load(version)
+        for one, two in zip(source.parameters(), target.parameters(), strict=True):
+            assert torch.equal(one.bfloat16().float() if writer is narrow else one, two)
+    with pytest.raises(WeightsMismatch, match="another model"):
+        reader.load(_published(family("qwen3_moe")[0], store, 9))
+    reader.load(version)
+
+
+def test_parameters_that_have_moved_are_not_published_from_where_they_were(store: Store) -> None:
+    model = family("llama")[0]
+    writer = WeightsWriter(model, store)
+    parameter = next(iter(model.parameters()))
+    parameter.data = parameter.data.clone()
+    store.sessions.open("weights-1", owner="weights")
+    with pytest.raises(AssertionError, match="1 parameters are not where they were"):
+        writer.publish(1, session="weights-1")
+    assert store.sessions.objects("weights-1") == []
+
+
 def test_the_object_is_a_safetensors_file(store: Store, tmp_path: Any) -> None:
     source = family("olmoe")[0]
     version = _published(source, store)

@@ -77,7 +77,7 @@ def _show(name: str, interval_s: float, *, once: bool) -> None:
     except KeyboardInterrupt:
         pass
     except RuntimeClosed as error:  # nothing wrong: it was looked at until its end
-        console.print(str(error))
+        console.print(str(error), markup=False)
 
 
 def make_picture(snapshot: dict[str, Any], width: int) -> Group:

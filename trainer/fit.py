@@ -61,6 +61,7 @@ def run_blocking(
     """
     display = make_display(table_rows=folder.config().metrics.table_rows, quiet=quiet)
     with handlers_put_back(), contextlib.closing(display):
+        display.note(f"{folder.path}: `shmrl top {folder.name}` shows its processes meanwhile")
         return actors.run(_with_signals(folder, resume, display, gpus))
 
 

@@ -201,7 +201,7 @@ class LiveDisplay:
         self._progress = Progress(
             TextColumn("[bold]{task.description:<10}"),
             BarColumn(bar_width=None),
-            TextColumn("{task.completed:g}/{task.total:g} {task.fields[detail]}"),
+            TextColumn("{task.completed:g}/{task.total:g} {task.fields[detail]}", markup=False),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self._console,
@@ -218,7 +218,7 @@ class LiveDisplay:
         self._live.start()
 
     def note(self, text: str) -> None:
-        self._live.console.print(text, highlight=False)
+        self._live.console.print(text, highlight=False, markup=False, emoji=False)
 
     def phase(self, name: str, done: float, total: float, detail: str = "") -> None:
         if name not in self._bars:

@@ -93,6 +93,20 @@ def test_parameters_that_have_moved_are_not_published_from_where_they_were(store
     assert store.sessions.objects("weights-1") == []
 
 
+def test_a_model_of_several_types_keeps_them(store: Store) -> None:
+    source, target = family("llama")[0].bfloat16(), family("llama")[0].bfloat16()
+    for model in (source, target):
+        for name, value in model.named_parameters():
+            if "norm" in name:
+                value.data = value.data.float()
+    _changed(source)
+    WeightsReader(target, store).load(_published(source, store))
+    for one, two in zip(source.parameters(), target.parameters(), strict=True):
+        assert one.dtype == two.dtype
+        assert torch.equal(one, two)
+    assert len({value.dtype for value in source.parameters()}) == 2
+
+
 def test_the_object_is_a_safetensors_file(store: Store, tmp_path: Any) -> None:
     source = family("olmoe")[0]
     version = _published(source, store)
@@ -130,6 +144,7 @@ def _safetensors(record: dict[str, Any], data: bytes = b"\0" * 64) -> torch.Tens
         _safetensors({"a": {"dtype": "F32", "shape": [400], "data_offsets": [0, 1600]}}),
         _safetensors({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}),
         _safetensors({"a": {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}}),
+        _safetensors({"a": {"dtype": "F32", "shape": [4], "data_offsets": [1, 17]}}),
         _safetensors({"a": {"dtype": "Q9", "shape": [4], "data_offsets": [0, 16]}}),
         _safetensors({"a": 5}),
     ],

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.conversation import Conversation
 from trainer.environment import RolloutAborted
+from trainer.error_text import carried_text, error_text
 from trainer.errors import JudgeError, RolloutError, TrainerError
 from trainer.group_context import Content, GroupContext
 from trainer.rollout import Rollout, Status
@@ -306,7 +307,7 @@ def _close_unless_begun(verdict: object) -> None:
 
 def _exited(error: SystemExit) -> RolloutError:
     """For user code that calls sys.exit, which would end the process."""
-    return RolloutError(f"user code called sys.exit({error})")
+    return RolloutError(f"user code called sys.exit({error.code!r:.100})")
 
 
 def _finite(verdict: object) -> float:
@@ -326,7 +327,7 @@ def _is_cancelled() -> bool:
 def _text_of(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError):
         return "CancelledError: user code let a cancellation out that nobody had asked for"
-    return f"{type(error).__name__}: {error}"
+    return error_text(error)
 
 
 def _text_with_place(error: BaseException) -> str:
@@ -334,4 +335,4 @@ def _text_with_place(error: BaseException) -> str:
     if isinstance(error, TrainerError):
         return _text_of(error)
     frames = traceback.format_tb(error.__traceback__, -_FRAMES_MAX)
-    return f"{_text_of(error)}\n{''.join(frames)}".rstrip()
+    return carried_text(f"{_text_of(error)}\n{''.join(frames)}".rstrip())

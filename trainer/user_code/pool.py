@@ -69,7 +69,7 @@ class CallPool:
             raise CallFailed(f"{target}: the pool is closed")
         try:
             request = msgspec.msgpack.encode({"target": target, "args": args, "kwargs": kwargs})
-        except (TypeError, OverflowError, msgspec.MsgspecError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CallFailed(f"{target}: arguments cannot be sent: {error}") from error
         async with self._free:
             worker = self._idle.pop() if self._idle else await _Worker.start()

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from trainer.error_text import carried_text, error_text
 from trainer.user_code.targets import resolve
 
 __all__ = ["FRAME_BYTES_MAX", "main"]
@@ -69,7 +70,7 @@ def _exactly(stream: BinaryIO, count: int) -> bytes | None:
 def _frame(value: dict[str, Any]) -> bytes:
     try:
         body = msgspec.msgpack.encode(value)
-    except (TypeError, OverflowError, msgspec.MsgspecError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         body = msgspec.msgpack.encode({"error": f"answer cannot be sent: {error}", "traceback": ""})
     return _LENGTH.pack(len(body)) + body
 
@@ -85,7 +86,7 @@ def _answer(request: dict[str, Any], known: dict[str, Callable[..., Any]]) -> di
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
     except Exception as error:  # the boundary between user code and the run: it travels as text
-        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        return {"error": error_text(error), "traceback": carried_text(traceback.format_exc())}
     return {"value": value}
 
 

@@ -122,6 +122,13 @@ class _RaisesAtOnce(_Raises):
         return self.error  # type: ignore[return-value]
 
 
+class _Mute(Exception):
+    """Cannot say what it is."""
+
+    def __str__(self) -> str:
+        return str(1 / 0)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -134,6 +141,15 @@ class _RaisesAtOnce(_Raises):
             {"environment": _Raises(BaseExceptionGroup("x", [asyncio.CancelledError()]))},
             "BaseExceptionGroup",
         ),
+        ({"environment": _Raises(_Mute())}, "_Mute: (its __str__ raised ZeroDivisionError)"),
+        (
+            {"environment": _Raises(OSError(2, "no", "a\udcff"))},
+            r"FileNotFoundError: [Errno 2] no: 'a\udcff'",
+        ),
+        ({"judge": _Raises(ValueError("\ud800"))}, r"ValueError: \ud800"),
+        ({"judge": _Raises(_Mute())}, "_Mute: (its __str__ raised ZeroDivisionError)"),
+        ({"judge": _RaisesAtOnce(SystemExit(_Mute()))}, "RolloutError: user code called sys.exit("),
+        ({"judge": _RaisesAtOnce(ValueError("x" * 100_000))}, "ValueError: xxx"),
         ({"judge": _Raises(asyncio.CancelledError())}, "CancelledError: user code let a"),
         ({"judge": _Raises(SystemExit(3))}, "RolloutError: user code called sys.exit(3)"),
         ({"judge": _Raises(ZeroDivisionError("division"))}, "ZeroDivisionError: division"),
@@ -159,7 +175,7 @@ def test_L13_an_error_fails_one_rollout_and_never_the_producer(
             await asyncio.sleep(100)  # judges that never answer run out of their time
             errors = made.producer.report().errors
             assert errors
-            assert all(text.startswith(said) for text in errors)
+            assert all(text.startswith(said) and len(text) < 20_000 for text in errors)
             if said == "TimeoutError: tool":  # the user's own environment
                 assert all(f'File "{__file__}", line' in text for text in errors), errors
             assert made.dispatcher.report()["failed"] > 0
@@ -361,6 +377,27 @@ def test_a_producer_that_was_taken_for_dead_ends_with_the_cause(store: Store) ->
             made.dispatcher.owner_died("producer-0")  # somebody took it for dead
             with pytest.raises(BadGroup, match="not in production with 'producer-0'"):
                 await running
+
+    run_virtual(main())
+
+
+class _BrokenDesk(_CountingDesk):
+    """Has a bug where groups are handed in."""
+
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status | None]:
+        raise ZeroDivisionError("a bug")
+
+
+def test_an_error_at_a_hand_in_reaches_a_producer_that_waits_for_work(store: Store) -> None:
+    """It was kept until the next draw, which waited for ever for what had been handed in."""
+
+    async def main() -> None:
+        async with desk(store, run=False) as made:
+            made.producer._dispatcher = _BrokenDesk(made.dispatcher)
+            with pytest.raises(ZeroDivisionError, match="a bug"):
+                await asyncio.wait_for(made.producer.run(), 1000)
+            made.dispatcher.owner_died("producer-0")
+            store.sessions.release_owned("producer-0")
 
     run_virtual(main())
 

@@ -40,6 +40,9 @@ def prints(prompt, text):
     return 0.25
 async def later(prompt, text):
     return float(len(text) == prompt["answer"])
+
+def half_a_letter(prompt, text): return "\\ud800"
+def says_half_a_letter(prompt, text): raise ValueError("\\ud800")
 """
 
 
@@ -116,6 +119,8 @@ async def test_format_reward_pays_the_right_digits_in_a_wrong_order() -> None:
         ("nan", "a finite number is needed"),
         ("dies", "exit status 7"),
         ("unsendable", "cannot be sent"),
+        ("half_a_letter", "cannot be sent"),
+        ("says_half_a_letter", r"ValueError: .ud800"),
         ("absent", "has no `absent`"),
     ],
 )

@@ -281,6 +281,8 @@ class Producer:
         del self._groups[task]
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
+            if self._drawing is not None:  # `run` must hear of it, also where it waits for work
+                self._drawing.cancel()
         self._changed.set()
 
     async def _cancel_groups(self) -> _GivenUp:

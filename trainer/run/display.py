@@ -218,7 +218,8 @@ class LiveDisplay:
         self._live.start()
 
     def note(self, text: str) -> None:
-        self._live.console.print(text, highlight=False, markup=False, emoji=False)
+        # The terminal wraps it: a path or command in it can be copied whole.
+        self._live.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def phase(self, name: str, done: float, total: float, detail: str = "") -> None:
         if name not in self._bars:

@@ -154,6 +154,7 @@ class ProducerActor:
         try:
             await producer.run()
         except Exception as error:  # the task's end: whoever waits for its rollouts must hear of it
+            _log.exception("production ends")
             await desk.fail(self._setup.owner, f"{type(error).__name__}: {error}")
             raise
 

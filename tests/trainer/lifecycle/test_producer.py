@@ -381,6 +381,27 @@ def test_a_producer_that_was_taken_for_dead_ends_with_the_cause(store: Store) ->
     run_virtual(main())
 
 
+class _BrokenDesk(_CountingDesk):
+    """Has a bug where groups are handed in."""
+
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status | None]:
+        raise ZeroDivisionError("a bug")
+
+
+def test_an_error_at_a_hand_in_reaches_a_producer_that_waits_for_work(store: Store) -> None:
+    """It was kept until the next draw, which waited for ever for what had been handed in."""
+
+    async def main() -> None:
+        async with desk(store, run=False) as made:
+            made.producer._dispatcher = _BrokenDesk(made.dispatcher)
+            with pytest.raises(ZeroDivisionError, match="a bug"):
+                await asyncio.wait_for(made.producer.run(), 1000)
+            made.dispatcher.owner_died("producer-0")
+            store.sessions.release_owned("producer-0")
+
+    run_virtual(main())
+
+
 def _fill(store: Store, session_id: str, size: int) -> None:
     while True:
         store.put(bytes(size), session=session_id)

@@ -178,3 +178,25 @@ def test_processes_that_die_while_nobody_calls_them_are_found_out_by_the_next_ca
     assert result.summary["restarts"] == {"learner": 2}
     assert result.summary["ledger"]["trained"] == 6 * 16
     runs.check_clean(result, run.name)
+
+
+BUG = """
+import trainer.dispatch
+async def put_all(*_, **__):
+    raise ZeroDivisionError("a bug of ours")
+trainer.dispatch.Dispatcher.put_all = put_all
+"""
+
+
+def test_a_bug_where_groups_are_handed_in_ends_the_run_and_leaves_its_trace(
+    tmp_path: Path,
+) -> None:
+    run = runs.start(tmp_path, *LONG, prelude=BUG)
+    result = run.result()
+    assert result.status == 1
+    cause = "PartFailed: producer-0 failed: ZeroDivisionError: a bug of ours"
+    assert result.summary["error"] == cause
+    log = (run.folder / "logs/producer.log").read_text()
+    assert "production ends\nTraceback" in log
+    assert ", in put_all\n" in log
+    runs.check_clean(result, run.name)

@@ -265,7 +265,7 @@ def test_plain_lines_say_who_owns_what_and_leave_out_no_last_step() -> None:
 def test_a_note_is_shown_as_it_is_whatever_it_says() -> None:
     stream = io.StringIO()
     display = LiveDisplay(3, stream, 80)
-    for text in ("what [bold]the judge[/] said: [/tmp/x] :x:", "[red]"):
+    for text in ("what [bold]the judge[/] said: [/tmp/x] :x:", "[red]", "`shmrl resume x`" * 9):
         display.note(text)
         assert f"{text}\n" in stream.getvalue()
     display.close()

@@ -26,6 +26,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from shmstore import ObjectRef, StoreFull
@@ -234,7 +235,8 @@ class Conversation:
         self, status: Status, reward: float | None, error: str | None, generation_time_s: float
     ) -> Rollout:
         """The rollout as it ends, with everything that is known from the trace."""
-        return self._rollout.evolve(
+        return replace(
+            self._rollout,
             status=status,
             reward=reward,
             error_msg=error,
@@ -477,6 +479,8 @@ class Conversation:
             stored, self._apart = self._apart, None
             return traces.attach(session_ids, stored, parent)[0]
         try:
+            if len(session_ids) == 1:
+                return traces.insert(self.id, segment, parent)
             return traces.insert_shared(session_ids, segment, parent)[0]
         except StoreFull:
             self._unstored = segment

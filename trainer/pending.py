@@ -175,10 +175,11 @@ class PendingGroup:
 
         try:
             for rollout in self.rollouts:
-                if rollout.status is not Status.COMPLETED:
-                    attempts.append(
-                        Attempt(self._parts, self._config, context, self._begun(rollout), note)
-                    )
+                if rollout.status is Status.COMPLETED:
+                    continue
+                if not context.fresh:  # a fresh one has its attempt already
+                    rollout = rollout.evolve(attempt=rollout.attempt + 1, error_msg=None)
+                attempts.append(Attempt(self._parts, self._config, context, rollout, note))
             while len(done) < len(attempts):
                 await some_ended
                 some_ended = loop.create_future()
@@ -187,11 +188,6 @@ class PendingGroup:
         finally:
             await give_up(attempts, self._config.grace_s)
         return done
-
-    def _begun(self, rollout: Rollout) -> Rollout:
-        if self.work.group is None:  # a fresh one has its attempt already
-            return rollout
-        return rollout.evolve(attempt=rollout.attempt + 1, error_msg=None)
 
     def _is_useless(self, group: Group) -> bool:
         rewards = {rollout.reward for rollout in group.rollouts}

@@ -77,7 +77,8 @@ class TraceStore:
         `timeout` seconds (None: does not wait). The segment is visible to all processes when this
         returns, and never in part.
         """
-        _check_segment(segment)
+        if type(segment) is not Segment:
+            _check_segment(segment)
         parts = segment_codec.encode(segment)
         return self._store.append_parts(session_id, _HEAD, parts, parent, timeout)
 

@@ -280,17 +280,20 @@ class TorchEngine:
         context, params = request.token_ids, request.params
         if context is not self._checked_context:  # group mates share theirs
             context = self._checked(request)
-        name = f"request {request.request_id}"
         if not 0 <= request.n_routed_known <= len(context):
             raise EngineError(
-                f"{name} knows the routing of {request.n_routed_known} of {len(context)} tokens"
+                f"request {request.request_id} knows the routing of {request.n_routed_known} of "
+                f"{len(context)} tokens"
             )
         if len(self._asked) >= self._config.waiting_max + self._config.max_batch:
-            raise EngineError(f"{name}: {self._config.waiting_max} requests are waiting already")
+            raise EngineError(
+                f"request {request.request_id}: {self._config.waiting_max} requests are waiting "
+                "already"
+            )
         length_max = min(self._info.context_max, len(context) + params.max_new_tokens)
         if length_max > self._batcher.length_max:
             raise EngineError(
-                f"{name} may grow to {length_max} tokens, which do not fit "
+                f"request {request.request_id} may grow to {length_max} tokens, which do not fit "
                 f"engine.kv_bytes = {self._config.kv_bytes}"
             )
         if self._stop_ids is None or self._stop_ids[0] is not params:

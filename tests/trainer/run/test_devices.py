@@ -183,9 +183,11 @@ def test_what_is_kept_for_good_is_no_garbage() -> None:
     ring = Ring()
     ring.own, gone = ring, weakref.ref(ring)
     del ring
+    threshold = gc.get_threshold()
     try:
         keep_for_good()
         assert gone() is None
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+        gc.set_threshold(*threshold)

@@ -16,7 +16,7 @@ from trainer.errors import ConfigError
 from trainer.rollout import Group, Rollout, Status
 from trainer.tail_batch import NEVER, TailBatch
 
-__all__ = ["Expiry", "ExpiryAction"]
+__all__ = ["Expiry", "ExpiryAction", "Refreshed"]
 
 
 class ExpiryAction(enum.Enum):
@@ -35,6 +35,14 @@ class ExpiryAction(enum.Enum):
             raise ConfigError(
                 f"expiry action {value!r} is unknown; allowed are {allowed}"
             ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """What `ReplayBuffer.refresh` did, in groups."""
+
+    retry: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

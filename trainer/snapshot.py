@@ -147,9 +147,17 @@ async def write(frozen: Frozen, folder: Path, hook: StepHook = _no_hook) -> None
 
 async def read(folder: Path, store: Store, owner: str) -> tuple[list[Group], dict[str, Any]]:
     """Bring a snapshot into new sessions of `store` held by `owner`; -> (groups in order,
-    state).
+    state). Cancelled, it leaves none.
     """
-    return await asyncio.to_thread(_read, folder, store, owner)
+    job = asyncio.ensure_future(asyncio.to_thread(_read, folder, store, owner))
+    try:
+        return await asyncio.shield(job)
+    except asyncio.CancelledError:
+        await asyncio.wait((job,))  # the thread goes on all the same
+        if job.exception() is None:
+            opened = [sid for group in job.result()[0] for sid in group.session_ids]
+            store.sessions.release(opened, owner=owner)
+        raise
 
 
 def read_state(folder: Path) -> dict[str, Any]:

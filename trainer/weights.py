@@ -57,21 +57,30 @@ class _Cuts:
     """How an object comes apart into its tensors, in the order of `places`."""
 
     def __init__(self, places: Sequence[_Place], size: int) -> None:
-        self._sizes: list[int] = []
-        picks: dict[int, int] = {}
-        at = 0
-        for index in sorted(range(len(places)), key=lambda index: places[index].start):
-            place = places[index]
-            self._sizes += [place.start - at, place.stop - place.start]
-            picks[index] = len(self._sizes) - 1
-            at = place.stop
-        self._sizes.append(size - at)
-        self._picks = [(picks[index], place.dtype) for index, place in enumerate(places)]
+        self._count = len(places)
+        self._by_type: list[tuple[torch.dtype, list[int], dict[int, int]]] = []
+        """For each type all pieces of the object in items of it, and which of them is a tensor."""
+        for dtype in dict.fromkeys(place.dtype for place in places):
+            sizes: list[int] = []
+            tensors: dict[int, int] = {}
+            at = 0
+            for index in sorted(range(len(places)), key=lambda index: places[index].start):
+                place = places[index]
+                if place.dtype is dtype:
+                    tensors[len(sizes) + 1] = index
+                    sizes += [place.start - at, place.stop - place.start]
+                    at = place.stop
+            sizes.append(size - at)
+            self._by_type.append((dtype, [n // dtype.itemsize for n in sizes], tensors))
 
-    def of(self, blob: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """What stands before the first tensor, and one flat view for each."""
-        parts = blob.split_with_sizes(self._sizes)
-        return parts[0], [parts[pick].view(dtype) for pick, dtype in self._picks]
+    def of(self, blob: torch.Tensor) -> list[torch.Tensor]:
+        """One flat view for each tensor."""
+        found = [blob] * self._count
+        for dtype, sizes, tensors in self._by_type:
+            parts = blob.view(dtype).split_with_sizes(sizes)
+            for piece, index in tensors.items():
+                found[index] = parts[piece]
+        return found
 
 
 class _Parameters:
@@ -120,10 +129,9 @@ class WeightsWriter:
         """
         self._header[:_LEAD_BYTES] = _lead(self._entries_bytes, model_step)
         with self._store.build((self._size,), torch.uint8, session, timeout) as draft:
-            head, sinks = self._cuts.of(draft.tensor)
-            head.copy_(self._head)
+            draft.tensor[: len(self._header)] = self._head
             with Copies(self._store, self._parameters.device) as copies:
-                copies.download_all(self._parameters.flat(), sinks)
+                copies.download_all(self._parameters.flat(), self._cuts.of(draft.tensor))
         return WeightsVersion(ref=bytes(draft.ref), model_step=model_step, nbytes=self._size)
 
 
@@ -145,7 +153,7 @@ class WeightsReader:
         blob: torch.Tensor = self._store.get(ObjectRef.from_bytes(version.ref))
         cuts = self._cuts_for(blob, version)
         with torch.no_grad(), Copies(self._store, self._parameters.device) as copies:
-            copies.upload_all(cuts.of(blob)[1], self._parameters.flat())
+            copies.upload_all(cuts.of(blob), self._parameters.flat())
 
     def _cuts_for(self, blob: torch.Tensor, version: WeightsVersion) -> _Cuts:
         """From the header; checked against the object's size and the model."""
@@ -212,9 +220,12 @@ def _read_places(header: bytes, size: int) -> dict[str, _Place]:
         raise WeightsMismatch(f"the object does not hold published weights: {error!r}") from error
     end = body
     for name, place in sorted(places.items(), key=lambda item: item[1].start):
-        wanted = math.prod(place.shape) * place.dtype.itemsize
-        if place.start < end or place.stop - place.start != wanted or place.stop > size:
+        itemsize = place.dtype.itemsize
+        fits = place.stop - place.start == math.prod(place.shape) * itemsize
+        if not fits or not end <= place.start <= place.stop <= size:
             raise WeightsMismatch(f"{name} does not lie within the published object")
+        if place.start % itemsize or size % itemsize:
+            raise WeightsMismatch(f"{name} and the object's end are not at whole items")
         end = place.stop
     return places
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +150,27 @@ def test_types_are_converted_on_the_device_side(slow: SlowDevice) -> None:
             batch.upload(store.get(draft.ref), narrow)
         settle()
         assert torch.equal(narrow, store.get(draft.ref))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_many_tensors_are_copied_in_one_call_and_shapes_that_differ_are_refused(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        if on_device:
+            stack.enter_context(slow_device(monkeypatch)).goes_on.set()
+        store = stack.enter_context(temporary_store("64MiB"))
+        sources = [store.get(store.put(torch.arange(n, dtype=torch.int64))) for n in (3, 0, 7)]
+        sinks = [torch.empty(source.shape, dtype=torch.int32) for source in sources]
+        with copies.Copies(store, CPU) as batch:
+            batch.upload_all(sources, sinks)
+        settle()
+        assert [sink.tolist() for sink in sinks] == [source.tolist() for source in sources]
+        with store.build((7,), torch.int64) as draft, copies.Copies(store, CPU) as batch:
+            batch.download_all([sinks[2]], [draft.tensor])
+        assert torch.equal(store.get(draft.ref), sources[2])
+        with pytest.raises(BadValue, match="equal shapes"), copies.Copies(store, CPU) as batch:
+            batch.upload_all(sources, sinks[::-1])
 
 
 def test_shapes_and_orders_that_differ_are_refused_and_the_next_copy_works(

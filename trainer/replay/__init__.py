@@ -5,11 +5,8 @@ Exports the buffer with what goes in and comes out of it: groups of rollouts, an
 sessions it owns. `examples/custom_trainer.py` needs no more of the trainer.
 """
 
-from trainer.replay.buffer import (
-    REPLAY_OWNER,
-    Refreshed,
-    ReplayBuffer,
-)
+from trainer.expiry import Refreshed
+from trainer.replay.buffer import REPLAY_OWNER, ReplayBuffer
 from trainer.rollout import IGNORE_LABEL, Batch, Group, Rollout, Segment, Status, Trace
 from trainer.trace import TraceStore
 

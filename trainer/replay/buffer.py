@@ -21,18 +21,23 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmstore import StoreError
 from trainer import snapshot as snapshots
 from trainer.errors import BadGroup, PutTimeout, ReplayError, SnapshotError, TakeTimeout
-from trainer.expiry import Expiry, ExpiryAction
+from trainer.expiry import Expiry, ExpiryAction, Refreshed
 from trainer.replay import contents
 from trainer.replay.accounts import Accounts
 from trainer.replay.away import Away, name_some
-from trainer.replay.checks import check_max_bytes, check_need, check_step, checked_group
+from trainer.replay.checks import (
+    check_max_bytes,
+    check_need,
+    check_resume,
+    check_step,
+    checked_group,
+)
 from trainer.replay.index import Entry, Order, ReplayIndex
 from trainer.replay.waiting import Waiting
 from trainer.rollout import Batch, Group, Status
@@ -41,7 +46,7 @@ from trainer.trace import TraceStore
 if TYPE_CHECKING:
     from shmstore import Store
 
-__all__ = ["REPLAY_OWNER", "Refreshed", "ReplayBuffer"]
+__all__ = ["REPLAY_OWNER", "ReplayBuffer"]
 
 REPLAY_OWNER = "replay"
 """The owner of what is in the buffer of a run, and the heir of its learner."""
@@ -49,13 +54,8 @@ REPLAY_OWNER = "replay"
 #: Statuses that are filed; the others end a group at `put`.
 _FILED = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
 
-
-@dataclass(frozen=True, slots=True)
-class Refreshed:
-    """What `ReplayBuffer.refresh` did, in groups."""
-
-    retry: int = 0
-    dropped: int = 0
+#: What files that are whole but do not fit together lead to.
+_MISFITS = (LookupError, TypeError, ValueError, AttributeError, StoreError, ReplayError)
 
 
 class ReplayBuffer:
@@ -369,20 +369,19 @@ class ReplayBuffer:
         `order`, `max_bytes` and `expiry` are those of the snapshot unless given. A snapshot that is
         damaged is a `SnapshotError`, and leaves no session behind.
         """
-        unknown = options.keys() - {"order", "max_bytes", "expiry"}
-        if unknown:
-            raise ReplayError(f"resume takes order, max_bytes and expiry, not {sorted(unknown)}")
+        given = check_resume(options)
+        store.sessions.bind(owner, heir=None)  # a name that cannot be is refused here
         groups, state = await snapshots.read(Path(folder), store, owner=owner)
         try:
             saved = state["buffer"]
             kept = {**saved, "expiry": Expiry(**saved["expiry"])}
-            buffer = cls(store, owner=owner, **{**kept, **options})
+            buffer = cls(store, owner=owner, **{**kept, **given})
             buffer.train_step = int(state["train_step"])
             buffer.accounts.load_json(state["accounts"])
             for group in groups:
                 nbytes = store.sessions.nbytes(group.session_ids)
                 buffer._add(group.evolve(nbytes=nbytes), buffer._new_seq())
-        except (LookupError, TypeError, ValueError, AttributeError, StoreError) as error:
+        except _MISFITS as error:
             store.sessions.release([s for g in groups for s in g.session_ids], owner=owner)
             raise SnapshotError(
                 f"the snapshot in {folder} is damaged: state.json or groups.json do not fit "

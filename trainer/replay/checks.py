@@ -9,17 +9,19 @@ while its producer still has it, and not when the checkpoint is due. Pure; calle
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from typing import SupportsIndex
+from collections.abc import Callable, Mapping
+from typing import Any, SupportsIndex
 
 from shmstore import BadValue
 from shmstore.usage import parse_size
 from trainer.errors import BadGroup, ReplayError
+from trainer.expiry import Expiry
 from trainer.json_values import text_problem
 from trainer.prompts import prompt_problem
+from trainer.replay.index import Order
 from trainer.rollout import Group, Status, as_carried
 
-__all__ = ["check_max_bytes", "check_need", "check_step", "checked_group"]
+__all__ = ["check_max_bytes", "check_need", "check_resume", "check_step", "checked_group"]
 
 
 def checked_group(group: Group, task: str | None) -> Group:
@@ -78,3 +80,18 @@ def check_max_bytes(limit: int | str | None) -> int | None:
     if nbytes < 1:
         raise ReplayError(f"max_bytes is {limit!r}; it must be above 0, or None for no limit")
     return nbytes
+
+
+def check_resume(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resumed buffer is to have in place of what the snapshot says."""
+    unknown = options.keys() - _RESUMED.keys()
+    if unknown:
+        raise ReplayError(f"resume takes order, max_bytes and expiry, not {sorted(unknown)}")
+    return {name: _RESUMED[name](value) for name, value in options.items()}
+
+
+_RESUMED: Mapping[str, Callable[[Any], Any]] = {
+    "order": Order.parse,
+    "max_bytes": check_max_bytes,
+    "expiry": Expiry.parse,
+}

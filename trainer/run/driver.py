@@ -235,7 +235,8 @@ class Driver:
         if failed:
             detail += f" ({failed} of {int(found['rollouts'])} rollouts failed)"
         self._display.phase("evaluate", len(prompts), len(prompts), detail)
-        self._use = await self._parts.producer.use()  # its work is no part of a step
+        # Its work is no part of a step.
+        self._use, self._use_at_sync = await self._parts.producer.use(), {}
         self._moved("an evaluation ended")
         self._evaluated = {f"eval/{name}": value for name, value in found.items()}
         if reward is not None:

@@ -13,14 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shmstore import SessionReleased, Store, headers
+from shmstore import BadName, SessionReleased, Store, headers
 from shmstore.testing import temporary_store
 from tests.trainer.lifecycle.kit import desk, filled_buffer
 from tests.trainer.lifecycle.resumed import payload, resumed
 from trainer import snapshot
 from trainer.engine.protocol import WeightsVersion
 from trainer.engine.scripted import Script
-from trainer.errors import SnapshotError, SnapshotVersion
+from trainer.errors import ConfigError, ReplayError, SnapshotError, SnapshotVersion
 from trainer.expiry import Expiry
 from trainer.replay import ReplayBuffer
 from trainer.rollout import Group, Rollout, Status
@@ -377,3 +377,39 @@ def test_L24_a_whole_desk_resumes_with_sampler_steps_and_books(
     books = run_virtual(first())
     run_virtual(second(books))
     assert len(trained) == len(set(trained)) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"order": "bad"}, ConfigError, "replay order 'bad' is unknown"),
+        ({"max_bytes": -1}, ReplayError, "max_bytes must be positive, not -1"),
+        ({"expiry": 5}, ConfigError, "expiry action 5 is unknown"),
+        ({"owner": ""}, BadName, "an owner must be 1 to 63 bytes"),
+        ({"colour": 1}, ReplayError, "resume takes order, max_bytes and expiry"),
+    ],
+)
+async def test_a_mistake_at_a_resume_is_told_as_ones_own_and_leaves_nothing(
+    store: Store, traces: TraceStore, tmp_path: Path, options: Any, error: Any, said: str
+) -> None:
+    buffer = await filled_buffer(store, traces)
+    await buffer.snapshot(tmp_path)
+    buffer.close()
+    with pytest.raises(error, match=said):
+        await ReplayBuffer.resume(tmp_path, store, **options)
+    assert store.sessions.list() == []
+
+
+async def test_a_resume_that_is_cancelled_leaves_no_session(
+    store: Store, traces: TraceStore, tmp_path: Path
+) -> None:
+    buffer = await filled_buffer(store, traces)
+    await buffer.snapshot(tmp_path)
+    buffer.close()
+    resuming = asyncio.create_task(ReplayBuffer.resume(tmp_path, store))
+    await asyncio.sleep(0)
+    resuming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await resuming
+    assert store.sessions.list() == []
+    assert len(await ReplayBuffer.resume(tmp_path, store)) == 4

@@ -84,6 +84,43 @@ def test_many_paths_at_once_are_what_they_are_one_by_one(traces: TraceStore) -> 
     traces.release(ids, owner="producer-0")
 
 
+def test_paths_of_one_batch_may_differ_in_their_routing(traces: TraceStore) -> None:
+    """None, narrow, wide, of another form, and with a row that the next segment brought."""
+    wide = Segment([1, 2], [1, 2], [0, 0], [0, 0], "", np.full((2, 2, 2), 300, np.uint16))
+    late = Segment(
+        [3], [3], [0], [0], "", np.full((1, 2, 2), 5, np.uint8),
+        routed_before=np.full((1, 2, 2), 6, np.uint8),
+    )  # fmt: skip
+    made = [
+        [make_segment(3, layers=0)],
+        [make_segment(4)],
+        [wide],
+        [make_segment(2, layers=3, top_k=1)],
+        [make_segment(5, last_routed=False), late],
+        [make_segment(3, last_routed=False)],
+    ]
+    places = []
+    for number, segments in enumerate(made):
+        traces.open(f"s-{number}", owner="producer-0")
+        node = None
+        for segment in segments:
+            node = traces.insert(f"s-{number}", segment, parent=node)
+        assert node is not None
+        places.append((f"s-{number}", node))
+    for some in (places, places[1:2] + places[4:], places[:1] * 2):
+        for (session_id, node), trace in zip(some, traces.export_nodes(some), strict=True):
+            alone = traces.export(session_id, node=node)
+            assert (trace.routed_experts is None) == (alone.routed_experts is None)
+            if trace.routed_experts is not None and alone.routed_experts is not None:
+                assert trace.routed_experts.dtype == alone.routed_experts.dtype
+                np.testing.assert_array_equal(trace.routed_experts, alone.routed_experts)
+            np.testing.assert_array_equal(trace.token_ids, alone.token_ids)
+    joined = traces.export_nodes(places[4:5])[0].routed_experts
+    assert joined is not None
+    assert (joined[4] == 6).all()
+    assert (joined[5] == 5).all()
+
+
 def test_export_says_where_a_query_leaves_the_trace(talk: TraceStore) -> None:
     with pytest.raises(TraceMismatch, match="diverges at 8: the query goes on with 'i world'") as e:
         talk.export("s", text="say hellii world".replace("ii", "i", 1))

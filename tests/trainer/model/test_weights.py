@@ -65,6 +65,48 @@ def test_types_are_converted_on_the_way_out_and_on_the_way_in(
         assert torch.equal(one.to(dtype).float(), three)
 
 
+def test_a_reader_follows_when_the_object_is_laid_out_in_another_way(store: Store) -> None:
+    """What it remembers is of the object before: of other types, or of another model, it is not."""
+    source, target = family("llama")[0], family("llama")[0]
+    reader = WeightsReader(target, store)
+    exact, narrow = WeightsWriter(source, store), WeightsWriter(source, store, torch.bfloat16)
+    for step, writer in enumerate([exact, exact, narrow, exact, narrow], start=1):
+        _changed(source)
+        store.sessions.open(f"weights-{step}", owner="weights")
+        version = writer.publish(step, session=f"weights-{step}")
+        reader.load(version)
+        for one, two in zip(source.parameters(), target.parameters(), strict=True):
+            assert torch.equal(one.bfloat16().float() if writer is narrow else one, two)
+    with pytest.raises(WeightsMismatch, match="another model"):
+        reader.load(_published(family("qwen3_moe")[0], store, 9))
+    reader.load(version)
+
+
+def test_parameters_that_have_moved_are_not_published_from_where_they_were(store: Store) -> None:
+    model = family("llama")[0]
+    writer = WeightsWriter(model, store)
+    parameter = next(iter(model.parameters()))
+    parameter.data = parameter.data.clone()
+    store.sessions.open("weights-1", owner="weights")
+    with pytest.raises(AssertionError, match="1 parameters are not where they were"):
+        writer.publish(1, session="weights-1")
+    assert store.sessions.objects("weights-1") == []
+
+
+def test_a_model_of_several_types_keeps_them(store: Store) -> None:
+    source, target = family("llama")[0].bfloat16(), family("llama")[0].bfloat16()
+    for model in (source, target):
+        for name, value in model.named_parameters():
+            if "norm" in name:
+                value.data = value.data.float()
+    _changed(source)
+    WeightsReader(target, store).load(_published(source, store))
+    for one, two in zip(source.parameters(), target.parameters(), strict=True):
+        assert one.dtype == two.dtype
+        assert torch.equal(one, two)
+    assert len({value.dtype for value in source.parameters()}) == 2
+
+
 def test_the_object_is_a_safetensors_file(store: Store, tmp_path: Any) -> None:
     source = family("olmoe")[0]
     version = _published(source, store)
@@ -102,6 +144,7 @@ def _safetensors(record: dict[str, Any], data: bytes = b"\0" * 64) -> torch.Tens
         _safetensors({"a": {"dtype": "F32", "shape": [400], "data_offsets": [0, 1600]}}),
         _safetensors({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}),
         _safetensors({"a": {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}}),
+        _safetensors({"a": {"dtype": "F32", "shape": [4], "data_offsets": [1, 17]}}),
         _safetensors({"a": {"dtype": "Q9", "shape": [4], "data_offsets": [0, 16]}}),
         _safetensors({"a": 5}),
     ],

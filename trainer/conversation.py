@@ -212,7 +212,7 @@ class Conversation:
         its answer to `finish`. For a conversation of one turn, without a record.
         """
         self._say(content)
-        return self._request(self._context.params)
+        return self._request(self._context.params, is_last=True)
 
     def close(self) -> None:
         """Its environment has ended or is abandoned: whoever still holds this gets no more turns,
@@ -304,7 +304,7 @@ class Conversation:
         if len(tokens):
             self._pending.append(tokens)
 
-    def _request(self, params: SamplingParams) -> GenerateRequest:
+    def _request(self, params: SamplingParams, is_last: bool = False) -> GenerateRequest:
         gate = self._context.gate
         if gate.stopping or self._stopping:
             self.aborted = True
@@ -317,9 +317,8 @@ class Conversation:
         request_id = f"{self.id}/{self._rollout.attempt}.{self._n_requests}"
         gate.running[request_id] = self
         self.request_id = request_id
-        return GenerateRequest(
-            request_id, self.id, tokens, params, self._context.group_uid, self._n_routed
-        )
+        group, known = self._context.group_uid, self._n_routed
+        return GenerateRequest(request_id, self.id, tokens, params, group, known, is_last)
 
     def _forget_request(self) -> None:
         if self.request_id is not None:

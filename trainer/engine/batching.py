@@ -259,7 +259,8 @@ class Batcher:
             known = one.request.n_routed_known
             routing = self.runner.cache.routing[slot, known : len(computed)].clone()
             routed = narrow_array(routing) if self.runner.routing.info.layers else None
-            if one.weights_seen == self._weights_seen:
+            goes_on = not one.request.is_last or reason is FinishReason.ABORT
+            if goes_on and one.weights_seen == self._weights_seen:
                 self._keep(one.session_key, computed, slot, None)
             self._outcomes.append((one, self._result(one, reason, routed)))
         self._remove(slot)

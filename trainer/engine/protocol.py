@@ -74,7 +74,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, eq=False):
 
     token_ids int32 [P]: the whole context so far. `group_id`: requests of one group share a prefix
     that the engine may compute once. `n_routed_known`: rows of routing that the caller already has;
-    the engine returns rows from there on.
+    the engine returns rows from there on. `is_last`: no turn of this session follows, so that the
+    engine need not keep what it computed for it.
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, eq=False):
     params: SamplingParams
     group_id: str | None = None
     n_routed_known: int = 0
+    is_last: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.trainer.model.engines import Brake, running, same_generation
+from tests.trainer.model.engines import Brake, endless, running, same_generation
 from tests.trainer.model.families import FAMILIES, MIXTURES, family, generate, prompts, request
 from trainer.engine.protocol import Engine, Generation, WeightsVersion
 from trainer.engine.torch_engine import PromptTooLong
@@ -111,6 +112,23 @@ def test_the_next_turn_goes_on_from_the_kept_prefix_and_returns_only_new_routing
     assert second.routed_experts is not None
     # The last token of turn one, the two tokens of the tool, and the new ones but the last.
     assert len(second.routed_experts) == 1 + 2 + len(second.token_ids) - 1
+
+
+def test_nothing_is_kept_of_a_last_turn_unless_it_was_aborted() -> None:
+    async def kept(is_last: bool, abort: bool) -> bool:
+        async with running() as engine:
+            brake = Brake(engine, at=4)
+            asked = replace(endless("r"), is_last=is_last)
+            task = asyncio.create_task(engine.generate(asked))
+            await brake.reached()
+            if abort:
+                await engine.abort()
+            brake.let_go()
+            await task
+            return engine.counters.prefix_bytes > 0
+
+    found = {pair: asyncio.run(kept(*pair)) for pair in product((False, True), repeat=2)}
+    assert [pair for pair, is_kept in found.items() if not is_kept] == [(True, False)]
 
 
 def test_a_turn_that_saw_two_versions_of_the_weights_is_computed_anew_for_the_next() -> None:

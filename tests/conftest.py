@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -25,6 +26,15 @@ def imported_modules_are_not_garbage() -> None:
     """Collecting garbage walks all objects; those of imported modules (torch) take 0.3 s a time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_interrupts() -> None:
+    """A shell that starts the suite in the background has it, and all that it starts, ignore
+    Ctrl-C.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def is_multiprocessing_helper(child: psutil.Process) -> bool:

@@ -451,6 +451,26 @@ async def test_a_full_arena_is_waited_for_and_fails_no_rollout() -> None:
             assert made.producer.report().errors == {}
 
 
+@pytest.mark.parametrize("environment", [None, OneTurn()])
+async def test_mates_that_all_find_the_arena_full_store_their_prompt_once_and_then_their_answers(
+    environment: OneTurn | None,
+) -> None:
+    with temporary_store("4MiB") as store:
+        _fill_up(store)
+        dispatch = {**WIDE, "group_size": 4}
+        async with desk(store, script=Script(), environment=environment, dispatch=dispatch) as made:
+            taking = asyncio.create_task(made.dispatcher.take(1, owner="learner", timeout=100))
+            done, _ = await asyncio.wait([taking], timeout=0.3)
+            assert not done
+            store.sessions.release_owned("somebody")
+            batch = await asyncio.wait_for(taking, 30)
+            for rollout in batch.rollouts:
+                check_trace(made, rollout)
+            for group in batch:
+                assert len({store.sessions.objects(s)[0].ref for s in group.session_ids}) == 1
+            made.traces.release(batch.session_ids, owner="learner")
+
+
 async def test_a_rollout_that_gave_up_waiting_for_room_is_not_written_to_afterwards() -> None:
     """Its session may be the buffer's by then, or another attempt's."""
     with temporary_store("4MiB") as store:

@@ -225,6 +225,7 @@ class Attempt:
     def _expire(self) -> None:
         """The time limit of what runs now: it ends within `grace_s`, or without us."""
         self._expired = True
+        self._task.add_done_callback(_forget)
         self._task.cancel()
         self._call_later(self._config.grace_s, self._leave)
 

@@ -5,6 +5,7 @@ filters.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -423,6 +424,38 @@ def test_an_error_at_a_hand_in_reaches_a_producer_that_waits_for_work(store: Sto
                 await asyncio.wait_for(made.producer.run(), 1000)
             made.dispatcher.owner_died("producer-0")
             store.sessions.release_owned("producer-0")
+
+    run_virtual(main())
+
+
+class _FailsWhenCancelled:
+    """As environment and as judge: takes for ever, and its cleaning up goes wrong."""
+
+    async def run(self, session: Session, prompt: Prompt) -> None:
+        await self._wait()
+
+    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
+        return await self._wait()
+
+    async def _wait(self) -> float:
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            raise ValueError("cleaning up failed") from None
+
+
+@pytest.mark.parametrize("part", ["environment", "judge"])
+def test_L13_what_user_code_raises_at_its_time_limit_is_no_news(store: Store, part: str) -> None:
+    async def main() -> None:
+        told: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, news: told.append(news))
+        produce = {"rollout_timeout_s": 1.0, "judge_timeout_s": 1.0, "grace_s": 1.0}
+        options: Any = {part: _FailsWhenCancelled(), "produce": produce}
+        async with desk(store, **options) as made:
+            await asyncio.sleep(5)
+            assert made.producer.report().put
+        gc.collect()
+        assert told == []
 
     run_virtual(main())
 

@@ -428,6 +428,38 @@ def test_an_error_at_a_hand_in_reaches_a_producer_that_waits_for_work(store: Sto
     run_virtual(main())
 
 
+class _Refuses(ScriptedEngine):
+    """Answers by futures, if it did not raise at once."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
+
+    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ValueError("no"), "ValueError: no"),
+        (StopIteration("no"), "StopIteration"),
+        (SystemExit(2), "sys.exit(2)"),
+    ],
+)
+def test_L13_whatever_comes_out_of_a_request_fails_its_rollout_and_not_the_run(
+    store: Store, error: BaseException, says: str
+) -> None:
+    async def main() -> None:
+        async with desk(store, engine=_Refuses(error)) as made:
+            await asyncio.sleep(1)
+            report = made.producer.report()
+            assert set(report.put) == {"failed"}
+            assert all(says in text for text in report.errors)
+
+    run_virtual(main())
+
+
 class _FailsWhenCancelled:
     """As environment and as judge: takes for ever, and its cleaning up goes wrong."""
 

@@ -73,15 +73,23 @@ def _advantages(
         raise ConfigError("rloo compares a rollout with the others of its group; it has none")
     if values.count(values[0]) == size:
         return [0.0] * size
-    mean = math.fsum(values) / size
+    mean = _sum(values) / size
     centred = [value - mean for value in values]
     if estimator == "dr_grpo":
         return centred
     factor = size / (size - 1)
     if estimator == "grpo":
-        deviation = math.sqrt(math.fsum([part * part for part in centred]) / (size - 1))
+        deviation = math.sqrt(_sum([part * part for part in centred]) / (size - 1))
         factor = 1.0 / (deviation + _DEVIATION_EPSILON)
     return [part * factor for part in centred]
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Exact; infinite where it is too large, so that the learner leaves the update out."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return sum(values)
 
 
 def is_degenerate(rewards: ArrayLike) -> bool:

@@ -9,6 +9,7 @@ Belongs to the task of its group.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import math
@@ -122,9 +123,9 @@ class Attempt:
         """A conversation of one turn: no user code runs in it, so it needs no task."""
         try:
             self._task = self._context.submit(self.conversation.ask(opening))
-        except (Exception, RolloutAborted) as error:  # told where those of the engine are
-            self._task = self._loop.create_future()
-            self._task.set_exception(error)
+        except (Exception, RolloutAborted, SystemExit) as error:  # told where the engine's are:
+            self._run(functools.partial(_raise, error))  # in a future, which takes not all of them
+            return
         self._task.add_done_callback(self._task_ended)
 
     def _talked(self) -> tuple[Status, str | None] | None:
@@ -225,6 +226,7 @@ class Attempt:
     def _expire(self) -> None:
         """The time limit of what runs now: it ends within `grace_s`, or without us."""
         self._expired = True
+        self._task.add_done_callback(_forget)
         self._task.cancel()
         self._call_later(self._config.grace_s, self._leave)
 
@@ -289,6 +291,10 @@ async def _guarded(user_code: Callable[[], Awaitable[T]]) -> T:
         return await user_code()
     except SystemExit as error:
         raise _exited(error) from error
+
+
+async def _raise(error: BaseException) -> None:
+    raise error
 
 
 async def _stop(conversation: Conversation) -> None:

@@ -378,6 +378,8 @@ class Conversation:
         waits_for_prompt = context.prompt_tokens is None and self._lacks_prompt()
         async with context.storing if waits_for_prompt else nullcontext():
             segment, self._unstored = self._unstored, None
+            if waits_for_prompt and context.prompt_tokens is not None:
+                return  # a mate has stored it, and the next that is stored is another segment
             if segment is not None:
                 wait_s = context.arena_wait_s
                 self._apart = await asyncio.to_thread(context.traces.put_apart, segment, wait_s)

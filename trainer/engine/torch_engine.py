@@ -213,12 +213,13 @@ class TorchEngine:
 
     async def aclose(self) -> None:
         """Ends all requests with what they have, and gives back thread, hooks and memory."""
-        if self._closing:
-            return
         await self.abort()
         self._closing = True
-        await self._at_rest.wait()
-        self._end_all(EngineClosed("the engine was closed"))
+        if self._loop is None or not self._loop.is_closed():  # on a closed one nobody waits
+            await self._at_rest.wait()
+            self._end_all(EngineClosed("the engine was closed"))
+        if self._halted:  # by another call, or this one again after it was cancelled
+            return
         atexit.unregister(self._halt)
         self._halt()
         self._runner.close()
@@ -408,21 +409,20 @@ class TorchEngine:
             swap = self._swaps[0]
             if swap.mode == "pause" and self._batcher.running:
                 return
-            self._swaps.popleft()
             assert self._loader is not None
             try:
                 self._loader(self._runner.model, swap.weights)
             except ObjectFreed as error:  # retired: as itself, whoever asked knows a newer one
                 self._tell(_fail, swap.done, error)
-                continue
             except Exception as error:  # whatever the loader raises belongs to who asked for it
                 failure = EngineError(f"weights of step {swap.weights.model_step}: {error}")
                 failure.__cause__ = error
                 self._tell(_fail, swap.done, failure)
-                continue
-            self._model_step = swap.weights.model_step
-            self._batcher.weights_changed()
-            self._tell(_succeed, swap.done)
+            else:
+                self._model_step = swap.weights.model_step
+                self._batcher.weights_changed()
+                self._tell(_succeed, swap.done)
+            self._swaps.popleft()  # not before: whatever ends the worker fails those in line
 
 
 def _succeed(future: asyncio.Future[None]) -> None:

@@ -5,6 +5,7 @@ filters.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -427,6 +428,70 @@ def test_an_error_at_a_hand_in_reaches_a_producer_that_waits_for_work(store: Sto
     run_virtual(main())
 
 
+class _Refuses(ScriptedEngine):
+    """Answers by futures, if it did not raise at once."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
+
+    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ValueError("no"), "ValueError: no"),
+        (StopIteration("no"), "StopIteration"),
+        (SystemExit(2), "sys.exit(2)"),
+    ],
+)
+def test_L13_whatever_comes_out_of_a_request_fails_its_rollout_and_not_the_run(
+    store: Store, error: BaseException, says: str
+) -> None:
+    async def main() -> None:
+        async with desk(store, engine=_Refuses(error)) as made:
+            await asyncio.sleep(1)
+            report = made.producer.report()
+            assert set(report.put) == {"failed"}
+            assert all(says in text for text in report.errors)
+
+    run_virtual(main())
+
+
+class _FailsWhenCancelled:
+    """As environment and as judge: takes for ever, and its cleaning up goes wrong."""
+
+    async def run(self, session: Session, prompt: Prompt) -> None:
+        await self._wait()
+
+    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
+        return await self._wait()
+
+    async def _wait(self) -> float:
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            raise ValueError("cleaning up failed") from None
+
+
+@pytest.mark.parametrize("part", ["environment", "judge"])
+def test_L13_what_user_code_raises_at_its_time_limit_is_no_news(store: Store, part: str) -> None:
+    async def main() -> None:
+        told: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, news: told.append(news))
+        produce = {"rollout_timeout_s": 1.0, "judge_timeout_s": 1.0, "grace_s": 1.0}
+        options: Any = {part: _FailsWhenCancelled(), "produce": produce}
+        async with desk(store, **options) as made:
+            await asyncio.sleep(5)
+            assert made.producer.report().put
+        gc.collect()
+        assert told == []
+
+    run_virtual(main())
+
+
 def _fill(store: Store, session_id: str, size: int) -> None:
     while True:
         store.put(bytes(size), session=session_id)
@@ -449,6 +514,26 @@ async def test_a_full_arena_is_waited_for_and_fails_no_rollout() -> None:
             store.sessions.release_owned("somebody")
             await asyncio.wait_for(taking, 30)
             assert made.producer.report().errors == {}
+
+
+@pytest.mark.parametrize("environment", [None, OneTurn()])
+async def test_mates_that_all_find_the_arena_full_store_their_prompt_once_and_then_their_answers(
+    environment: OneTurn | None,
+) -> None:
+    with temporary_store("4MiB") as store:
+        _fill_up(store)
+        dispatch = {**WIDE, "group_size": 4}
+        async with desk(store, script=Script(), environment=environment, dispatch=dispatch) as made:
+            taking = asyncio.create_task(made.dispatcher.take(1, owner="learner", timeout=100))
+            done, _ = await asyncio.wait([taking], timeout=0.3)
+            assert not done
+            store.sessions.release_owned("somebody")
+            batch = await asyncio.wait_for(taking, 30)
+            for rollout in batch.rollouts:
+                check_trace(made, rollout)
+            for group in batch:
+                assert len({store.sessions.objects(s)[0].ref for s in group.session_ids}) == 1
+            made.traces.release(batch.session_ids, owner="learner")
 
 
 async def test_a_rollout_that_gave_up_waiting_for_room_is_not_written_to_afterwards() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.advantage import (
+    Estimator,
     batch_advantages,
     compute_advantages,
     is_degenerate,
@@ -75,6 +76,16 @@ def test_what_cannot_be_compared_is_an_error(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         compute_advantages(values, estimator)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "mean"])
+@pytest.mark.parametrize("values", [[1e308, 1.7e308], [1.2e154, -1.2e154, 0.0]])
+def test_rewards_too_large_to_be_summed_do_not_end_the_run(
+    values: list[float], estimator: Estimator
+) -> None:
+    """What is not finite then, the learner leaves out, and says so."""
+    (found,) = batch_advantages([values], estimator)
+    assert len(found) == len(values)
 
 
 def test_the_penalty_of_length_falls_over_the_buffer_and_stays_at_minus_one() -> None:

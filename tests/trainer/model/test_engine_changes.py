@@ -11,8 +11,9 @@ import torch
 from tests.trainer.model.engines import LONG, Brake, endless, running, same_generation
 from tests.trainer.model.families import family, generate, request
 from trainer.engine.protocol import Generation, Submits, WeightsVersion
-from trainer.engine.torch_engine import EngineClosed
+from trainer.engine.torch_engine import EngineClosed, TorchEngine
 from trainer.errors import EngineError
+from trainer.model.config import EngineConfig
 from trainer.rollout import FinishReason
 
 
@@ -290,3 +291,61 @@ def test_a_broken_worker_is_an_error_for_all_and_a_hang_for_none() -> None:
                 await engine.generate(request("s", [3]))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("culprit", ["loader", "batcher"])
+def test_weights_on_the_way_when_the_worker_breaks_are_an_error_and_no_hang(culprit: str) -> None:
+    def broken(*_: Any) -> None:
+        raise SystemExit("our own mistake")
+
+    async def run() -> None:
+        loader = broken if culprit == "loader" else lambda *_: None
+        async with running(load_weights=loader) as engine:
+            engine._batcher.weights_changed = broken  # type: ignore[method-assign]
+            loads = (engine.load_weights(WeightsVersion(b"", step, 0)) for step in (1, 2))
+            async with asyncio.timeout(30):
+                found = await asyncio.gather(*loads, return_exceptions=True)
+            for error in found:
+                assert isinstance(error, EngineError)
+                assert "our own mistake" in str(error)
+
+    asyncio.run(run())
+
+
+def test_a_close_that_was_cancelled_is_done_by_the_next() -> None:
+    async def run() -> None:
+        async with running() as engine:
+            brake = Brake(engine, at=4)
+            task = asyncio.create_task(engine.generate(endless("r")))
+            await brake.reached()
+            closing = asyncio.create_task(engine.aclose())
+            await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait([closing])
+            brake.let_go()
+            await engine.aclose()
+            assert task.done()
+            assert engine._worker is not None
+            assert not engine._worker.is_alive()
+
+    asyncio.run(run())
+
+
+def test_an_engine_whose_loop_was_closed_under_it_can_be_closed_on_another() -> None:
+    model, tokenizer = family("qwen3_moe")
+    engine = TorchEngine(model, tokenizer, EngineConfig())
+    brake = Brake(engine, at=4)
+
+    async def begin() -> None:
+        engine.submit(endless("r"))
+        await brake.reached()
+
+    async def end() -> None:
+        async with asyncio.timeout(30):
+            await engine.aclose()
+
+    asyncio.run(begin())
+    brake.let_go()
+    asyncio.run(end())
+    assert engine._worker is not None
+    assert not engine._worker.is_alive()

@@ -428,17 +428,25 @@ def test_an_error_at_a_hand_in_reaches_a_producer_that_waits_for_work(store: Sto
     run_virtual(main())
 
 
-class _Refuses(ScriptedEngine):
-    """Answers by futures, if it did not raise at once."""
+class _Raises(ScriptedEngine):
+    """An engine that is awaited, in vain."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
         self._error = error
 
+    async def generate(self, request: GenerateRequest) -> Generation:
+        raise self._error
+
+
+class _Refuses(_Raises):
+    """Answers by futures, if it did not raise at once."""
+
     def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
         raise self._error
 
 
+@pytest.mark.parametrize("kind", [_Raises, _Refuses])
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -448,10 +456,10 @@ class _Refuses(ScriptedEngine):
     ],
 )
 def test_L13_whatever_comes_out_of_a_request_fails_its_rollout_and_not_the_run(
-    store: Store, error: BaseException, says: str
+    store: Store, error: BaseException, says: str, kind: type[_Raises]
 ) -> None:
     async def main() -> None:
-        async with desk(store, engine=_Refuses(error)) as made:
+        async with desk(store, engine=kind(error)) as made:
             await asyncio.sleep(1)
             report = made.producer.report()
             assert set(report.put) == {"failed"}
@@ -470,8 +478,9 @@ class _FailsWhenCancelled:
         return await self._wait()
 
     async def _wait(self) -> float:
+        waiting: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         try:
-            return await asyncio.get_running_loop().create_future()
+            return await waiting
         except asyncio.CancelledError:
             raise ValueError("cleaning up failed") from None
 

@@ -5,6 +5,7 @@ filters.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import math
 from collections.abc import Sequence
@@ -466,6 +467,23 @@ def test_L13_whatever_comes_out_of_a_request_fails_its_rollout_and_not_the_run(
             assert all(says in text for text in report.errors)
 
     run_virtual(main())
+
+
+def test_L13_a_one_turn_that_raises_leaves_its_prompt_to_the_environment(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(prompt: Prompt) -> str:
+        raise KeyError("question")
+
+    async def main() -> None:
+        async with desk(store) as made:
+            parts = dataclasses.replace(made.producer._parts, one_turn=broken)
+            made.producer._parts = parts
+            await made.train(1)
+            assert made.producer.report().errors == {}
+
+    run_virtual(main())
+    assert "KeyError: 'question'" in caplog.text
 
 
 class _FailsWhenCancelled:

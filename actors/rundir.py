@@ -253,8 +253,9 @@ def _looked_at(path: Path) -> Iterator[_Found | None]:
         return
     lock = None
     try:
-        with contextlib.suppress(FileNotFoundError):
-            lock = os.open(_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        with contextlib.suppress(OSError):  # none, or a link or a pipe that somebody put there
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            lock = os.open(_LOCK, flags, dir_fd=folder)
         yield _Found(path, folder, lock)
     finally:
         os.close(folder)
@@ -302,4 +303,7 @@ def _listens(path: str) -> bool:
     """True when a process accepts links at this socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        return probe.connect_ex(path) in (0, errno.EAGAIN)
+        try:
+            return probe.connect_ex(path) in (0, errno.EAGAIN)
+        except OSError:  # a name too long for a socket, so it is none
+            return False

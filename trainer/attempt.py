@@ -121,12 +121,17 @@ class Attempt:
 
     def _ask_once(self, opening: Content) -> None:
         """A conversation of one turn: no user code runs in it, so it needs no task."""
+        submit, engine = self._context.submit, self._parts.engine
         try:
-            self._task = self._context.submit(self.conversation.ask(opening))
+            request = self.conversation.ask(opening)
+            if submit is not None:
+                self._task = submit(request)
+                self._task.add_done_callback(self._task_ended)
+                return
         except (Exception, RolloutAborted, SystemExit) as error:  # told where the engine's are:
             self._run(functools.partial(_raise, error))  # in a future, which takes not all of them
             return
-        self._task.add_done_callback(self._task_ended)
+        self._run(lambda: engine.generate(request))
 
     def _talked(self) -> tuple[Status, str | None] | None:
         """How the conversation has ended: status and error text; None while it waits for room."""

@@ -120,11 +120,9 @@ class GroupContext:
         return self.tokenizer.apply_chat_template(content)  # type: ignore[arg-type]
 
 
-def _submitting(engine: Engine) -> Callable[[GenerateRequest], asyncio.Future[Generation]]:
-    """`Submits.submit`, also of an engine that knows no other way than to be awaited."""
-    if _submits(type(engine)):
-        return cast(Submits, engine).submit
-    return lambda request: asyncio.ensure_future(engine.generate(request))
+def _submitting(engine: Engine) -> Callable[[GenerateRequest], asyncio.Future[Generation]] | None:
+    """`Submits.submit`; None of an engine that knows no other way than to be awaited."""
+    return cast(Submits, engine).submit if _submits(type(engine)) else None
 
 
 @functools.cache

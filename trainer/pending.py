@@ -8,6 +8,7 @@ about ownership leave this file as exceptions. Belongs to the producer's loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from trainer.attempt import Attempt, give_up
 from trainer.engine.protocol import Engine, SamplingParams, Tokenizer
 from trainer.environment import Environment, Judge
+from trainer.error_text import error_text
 from trainer.errors import ConfigError
 from trainer.group_context import Content, Gate, GroupContext
 from trainer.rollout import Group, Prompt, Rollout, Status
@@ -25,6 +27,7 @@ __all__ = ["PendingGroup", "ProducerConfig", "ProducerParts", "session_id"]
 
 #: Ids of sessions have at most this many bytes of UTF-8.
 SESSION_ID_BYTES_MAX = 63
+_log = logging.getLogger("trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +160,16 @@ class PendingGroup:
 
     def _opening(self) -> Content | None:
         """What each member says when that is all; one with a record goes through it in a task."""
-        one_turn = self._parts.one_turn
-        return None if one_turn is None or self.work.group else one_turn(self.work.prompt)
+        one_turn, prompt = self._parts.one_turn, self.work.prompt
+        if one_turn is None or self.work.group:
+            return None
+        try:
+            return one_turn(prompt)
+        except Exception as error:  # it ends no run; what comes out of the environment counts (L13)
+            _log.warning(
+                "one_turn of %s: %s; its environment is run", prompt.uid, error_text(error)
+            )
+            return None
 
     async def _run_all(self, context: GroupContext) -> list[Rollout]:
         """Run the members that are not complete, all at once; -> what they came to."""

@@ -150,7 +150,9 @@ class WeightsReader:
 
         Raises WeightsMismatch, or ObjectFreed of shmstore when the version is gone.
         """
-        blob: torch.Tensor = self._store.get(ObjectRef.from_bytes(version.ref))
+        blob = self._store.get(ObjectRef.from_bytes(version.ref))
+        if not isinstance(blob, torch.Tensor) or blob.dtype is not torch.uint8:
+            raise WeightsMismatch("the object does not hold published weights: they are bytes")
         cuts = self._cuts_for(blob, version)
         with torch.no_grad(), Copies(self._store, self._parameters.device) as copies:
             copies.upload_all(cuts.of(blob), self._parameters.flat())

@@ -232,3 +232,25 @@ def test_a_file_of_that_name_is_an_error_of_ours(root: Path) -> None:
     with pytest.raises(actors.UsageError, match="run cannot be made: Not a directory; remove it"):
         RunDir("run")
     assert [p.name for p in root.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda folder: (folder / "lock").symlink_to("/nowhere"),
+        lambda folder: os.mkfifo(folder / "lock"),
+        lambda folder: (folder / ("b" * 100 + ".sock")).touch(),
+    ],
+    ids=["a lock that is a link", "a lock that is a pipe", "a socket's name that is too long"],
+)
+def test_what_no_run_leaves_keeps_no_run_from_starting(
+    root: Path, put: Callable[[Path], object]
+) -> None:
+    (root / "strange").mkdir()
+    put(root / "strange")
+    RunDir("mine").remove()
+    assert not list(root.iterdir())
+    (root / "strange").mkdir()
+    put(root / "strange")
+    RunDir("strange").remove()
+    assert not list(root.iterdir())

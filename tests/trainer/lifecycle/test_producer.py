@@ -5,6 +5,7 @@ filters.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import math
 from collections.abc import Sequence
@@ -428,17 +429,25 @@ def test_an_error_at_a_hand_in_reaches_a_producer_that_waits_for_work(store: Sto
     run_virtual(main())
 
 
-class _Refuses(ScriptedEngine):
-    """Answers by futures, if it did not raise at once."""
+class _Raises(ScriptedEngine):
+    """An engine that is awaited, in vain."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
         self._error = error
 
+    async def generate(self, request: GenerateRequest) -> Generation:
+        raise self._error
+
+
+class _Refuses(_Raises):
+    """Answers by futures, if it did not raise at once."""
+
     def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
         raise self._error
 
 
+@pytest.mark.parametrize("kind", [_Raises, _Refuses])
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -448,16 +457,33 @@ class _Refuses(ScriptedEngine):
     ],
 )
 def test_L13_whatever_comes_out_of_a_request_fails_its_rollout_and_not_the_run(
-    store: Store, error: BaseException, says: str
+    store: Store, error: BaseException, says: str, kind: type[_Raises]
 ) -> None:
     async def main() -> None:
-        async with desk(store, engine=_Refuses(error)) as made:
+        async with desk(store, engine=kind(error)) as made:
             await asyncio.sleep(1)
             report = made.producer.report()
             assert set(report.put) == {"failed"}
             assert all(says in text for text in report.errors)
 
     run_virtual(main())
+
+
+def test_L13_a_one_turn_that_raises_leaves_its_prompt_to_the_environment(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(prompt: Prompt) -> str:
+        raise KeyError("question")
+
+    async def main() -> None:
+        async with desk(store) as made:
+            parts = dataclasses.replace(made.producer._parts, one_turn=broken)
+            made.producer._parts = parts
+            await made.train(1)
+            assert made.producer.report().errors == {}
+
+    run_virtual(main())
+    assert "KeyError: 'question'" in caplog.text
 
 
 class _FailsWhenCancelled:
@@ -470,8 +496,9 @@ class _FailsWhenCancelled:
         return await self._wait()
 
     async def _wait(self) -> float:
+        waiting: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         try:
-            return await asyncio.get_running_loop().create_future()
+            return await waiting
         except asyncio.CancelledError:
             raise ValueError("cleaning up failed") from None
 

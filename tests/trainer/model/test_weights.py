@@ -157,6 +157,15 @@ def test_bytes_that_are_no_weights_are_an_error(store: Store, blob: torch.Tensor
     del ref
 
 
+@pytest.mark.parametrize("value", [b"weights", {"a": 1}, torch.ones(9, dtype=torch.bfloat16)])
+def test_an_object_that_is_no_tensor_of_bytes_is_an_error(store: Store, value: Any) -> None:
+    store.sessions.open("other", owner="weights")
+    version = WeightsVersion(bytes(store.put(value, session="other")), 1, 0)
+    with pytest.raises(WeightsMismatch, match="published weights"):
+        WeightsReader(family("llama")[0], store).load(version)
+    store.sessions.release(["other"], owner="weights")
+
+
 def test_a_version_that_is_gone_is_an_error_and_so_is_a_session_that_is_gone(store: Store) -> None:
     model = family("llama")[0]
     version = _published(model, store)

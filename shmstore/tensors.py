@@ -16,7 +16,7 @@ import ast
 import importlib
 import sys
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -87,13 +87,11 @@ def decode_array(header: Header, whole: memoryview) -> np.ndarray[Any, Any]:
     if dtype.itemsize == 0 and header.payload_bytes:
         raise ArenaDamaged("items without bytes have a payload")
     headers.check_extent(header, dtype.itemsize)
-    return np.ndarray(
-        header.shape,
-        dtype,
-        buffer=whole,
-        offset=header.payload_offset,
-        order="F" if header.fortran else "C",
-    )
+    order: Literal["C", "F"] = "F" if header.fortran else "C"
+    try:
+        return np.ndarray(header.shape, dtype, whole, header.payload_offset, order=order)
+    except ValueError as error:  # no items, but other axes beyond what numpy counts
+        raise ArenaDamaged(f"no array has the shape {header.shape}: {error}") from error
 
 
 def torch_if_imported() -> ModuleType | None:

@@ -29,12 +29,16 @@ def imported_modules_are_not_garbage() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ctrl_c_interrupts() -> None:
-    """A shell that starts the suite in the background has it, and all that it starts, ignore
-    Ctrl-C.
+def signals_are_answered() -> None:
+    """A shell that starts the suite in the background, or under `nohup`, has it and all that it
+    starts ignore these.
     """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def is_multiprocessing_helper(child: psutil.Process) -> bool:

@@ -86,6 +86,7 @@ def test_objects_too_short_for_a_header_are_damaged(store: Store) -> None:
 def test_decode_checks_what_the_core_leaves_to_it() -> None:
     for packed in (
         headers.pack(Kind.ARRAY, 8, shape=(2,), text="'<f8'"),
+        headers.pack(Kind.ARRAY, 0, shape=(0, 1 << 40, 1 << 40), text="'<f8'"),
         headers.pack(Kind.ARRAY, 8, shape=(1,), text="no literal("),
         headers.pack(Kind.ARRAY, 8, shape=(1,), text="'not a dtype'"),
         headers.pack(Kind.ARRAY, 8, shape=(1,), text="'|O'"),

@@ -115,15 +115,20 @@ def context_max(model: Any) -> int:
     return int(model.config.max_position_embeddings)
 
 
-def export_hf(model: Any, tokenizer: ModelTokenizer, folder: Path) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; whole or not at all."""
+def export_hf(model: Any, tokenizer: ModelTokenizer, folder: Path, *, replace: bool = True) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; whole or not at all.
+
+    `replace`: instead of one that is there. Without it that one is kept: it may be being read.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_DRAFT) as scratch:
         part = Path(scratch) / "model"
         part.mkdir()
         model.save_pretrained(str(part))
         tokenizer.save(part)
-        _replace(part, folder)
+        if replace and folder.exists():
+            shutil.rmtree(folder)
+        _move(part, folder)
 
 
 def sweep_exports(parent: Path) -> None:
@@ -227,13 +232,11 @@ def _convert_gguf(file: Path, folder: Path) -> None:
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    export_hf(model, HFTokenizer(tokenizer), folder)
+    export_hf(model, HFTokenizer(tokenizer), folder, replace=False)
 
 
-def _replace(part: Path, folder: Path) -> None:
+def _move(part: Path, folder: Path) -> None:
     """Move `part` to `folder`. Of two processes that do it at once, one wins and both are right."""
-    if folder.exists():
-        shutil.rmtree(folder)
     try:
         os.rename(part, folder)
     except OSError:

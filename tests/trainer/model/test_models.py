@@ -71,6 +71,20 @@ def test_a_model_from_scratch_takes_what_its_config_leaves_open_from_the_tokeniz
     assert (model.config.pad_token_id, model.config.eos_token_id) == (0, 1)
 
 
+def test_a_folder_that_another_process_wrote_meanwhile_is_kept_as_it_may_be_read(
+    tmp_path: Path,
+) -> None:
+    """Two processes convert the same GGUF file at once; the slower one pulled the folder away from
+    the faster one, which was loading it.
+    """
+    model, tokenizer = family("llama")
+    export_hf(model, tokenizer, tmp_path / "cached")
+    read = (tmp_path / "cached" / "model.safetensors").stat().st_ino
+    export_hf(model, tokenizer, tmp_path / "cached", replace=False)
+    assert (tmp_path / "cached" / "model.safetensors").stat().st_ino == read
+    assert [path.name for path in tmp_path.iterdir()] == ["cached"]
+
+
 @pytest.mark.parametrize(
     ("dense", "top_k"),
     [("llama", 1), ("llama", 2), ("qwen3", 2)],

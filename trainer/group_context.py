@@ -121,13 +121,17 @@ class GroupContext:
 
 
 def _submitting(engine: Engine) -> Callable[[GenerateRequest], asyncio.Future[Generation]] | None:
-    """`Submits.submit`; None of an engine that knows no other way than to be awaited."""
+    """`Submits.submit`; None of an engine that has to be awaited."""
     return cast(Submits, engine).submit if _submits(type(engine)) else None
 
 
 @functools.cache
 def _submits(kind: type) -> bool:
-    return issubclass(kind, Submits)  # to look at a protocol costs 20 µs
+    """Whether it has `submit`, and no class that overrides `generate` without it."""
+    if not issubclass(kind, Submits):  # to look at a protocol costs 20 µs
+        return False
+    newest = next(one for one in kind.__mro__ if {"generate", "submit"} & one.__dict__.keys())
+    return "submit" in newest.__dict__
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:

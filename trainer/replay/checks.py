@@ -38,6 +38,8 @@ def checked_group(group: Group, task: str | None) -> Group:
     """
     if not isinstance(group, Group):
         raise BadGroup(f"put takes a Group, not {group!r}")
+    if not isinstance(task, str | None):
+        raise BadGroup(f"put takes the name of a task, not {task!r:.100}")
     problem = (
         text_problem(group.uid, "its uid")
         or text_problem(task or group.task, "its task")

@@ -251,8 +251,8 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def _check_uid(what: str, uid: object) -> None:
-    if not isinstance(uid, str):
-        raise BadGroup(f"the uid of a {what} is {uid!r:.100}; give a text")
+    if uid is not None and not isinstance(uid, str):
+        raise BadGroup(f"the uid of a {what} is {uid!r:.100}; give a text, or leave it out")
 
 
 def as_carried(group: Group) -> tuple[Rollout, ...]:

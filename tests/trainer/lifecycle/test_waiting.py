@@ -208,7 +208,7 @@ async def test_a_putter_that_was_woken_waits_on_when_its_room_went_to_another() 
     await putter
 
 
-async def test_small_groups_do_not_pass_a_large_one_thatwaits_for_room() -> None:
+async def test_small_groups_do_not_pass_a_large_one_that_waits_for_room() -> None:
     room = _Room(free=3)
     large = await begins(room.put(8))
     small = await begins(room.put(2))
@@ -219,7 +219,7 @@ async def test_small_groups_do_not_pass_a_large_one_thatwaits_for_room() -> None
     await small
 
 
-async def test_what_a_taker_lacks_passes_a_group_thatwaits_for_room() -> None:
+async def test_what_a_taker_lacks_passes_a_group_that_waits_for_room() -> None:
     room = _Room(free=3)
     large = await begins(room.put(8, task="code"))
     taker = await begins(room.take(math=1))

@@ -175,7 +175,9 @@ class ProducerActor:
         limits_s = [task.judge.timeout_s for task in config.tasks]
         return ProducerConfig(
             group_size=group_size,
-            groups_max=max(full, config.rollout.prompts_per_step),
+            # What the engines or a batch hold, and as much again, so that requests wait for the slots
+            # of those that end: an engine that rests meanwhile costs an async run 3 % of its time.
+            groups_max=max(full, config.rollout.prompts_per_step) + full,
             params=params,
             partial_rollout=config.schedule.partial_rollout,
             judge_timeout_s=max(_JUDGE_WAIT_S_MIN, *limits_s),

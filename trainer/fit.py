@@ -115,7 +115,10 @@ class _Run:
         """What to go on from; None when the run died before its first checkpoint."""
         found = self.folder.latest_checkpoint()
         checkpoint = read_checkpoint(found[1]) if found else None
-        self.folder.keep_metrics_through(checkpoint.train_step if checkpoint else -1)
+        try:
+            self.folder.keep_metrics_through(checkpoint.train_step if checkpoint else -1)
+        except OSError as error:
+            raise TrainerError(ending.failed(self.folder, error)) from error
         return checkpoint
 
     async def to_the_end(self) -> Summary:

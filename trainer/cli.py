@@ -247,14 +247,15 @@ def _resume(options: argparse.Namespace) -> int:
     folder = RunFolder.open(options.run)
     config = folder.config(tuple(options.overrides))
     check_devices(config, _gpus())
-    try:
-        folder.write_config(config)
-    except OSError as error:
-        raise BadRunFolder(
-            f"{folder.path} cannot be written: {error}; a run goes on in its own folder: make room "
-            "there, or copy the folder"
-        ) from error
-    return _fit(folder, options, resume=True)
+    with folder.claimed():
+        try:
+            folder.write_config(config)
+        except OSError as error:
+            raise BadRunFolder(
+                f"{folder.path} cannot be written: {error}; a run goes on in its own folder: make "
+                "room there, or copy the folder"
+            ) from error
+        return _fit(folder, options, resume=True)
 
 
 def _fit(folder: object, options: argparse.Namespace, *, resume: bool) -> int:

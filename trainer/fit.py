@@ -83,11 +83,12 @@ async def fit(
     """Trains the run in `folder`. Setting `stop` ends it after the step under way, with a
     checkpoint.
 
-    Cancelling ends it at once; either way nothing is left in the arena and no process. `gpus`: as
-    in `run_blocking`.
+    Cancelling ends it at once; either way nothing is left in the arena and no process. BadRunFolder
+    while another process trains it. `gpus`: as in `run_blocking`.
     """
-    run = _Run(folder, display or QuietDisplay(), stop or asyncio.Event(), resume, gpus)
-    return await run.to_the_end()
+    with folder.claimed():
+        run = _Run(folder, display or QuietDisplay(), stop or asyncio.Event(), resume, gpus)
+        return await run.to_the_end()
 
 
 class _Run:

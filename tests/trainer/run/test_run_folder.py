@@ -69,6 +69,18 @@ def test_a_folder_is_found_from_inside_of_it_and_a_name_that_no_run_can_have_is_
             RunFolder.open(folder.path.with_name(name))
 
 
+def test_a_run_that_is_being_trained_is_not_resumed_beside_and_not_touched(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.metrics_file.write_text('{"train_step": 9}\n')
+    with folder.claimed(), folder.claimed():
+        assert trainer.cli.main(["resume", str(folder.path), "--quiet"]) == 2
+    assert "is being trained by another process; wait" in capsys.readouterr().err
+    assert folder.metrics_file.read_text() == '{"train_step": 9}\n'
+    with RunFolder.open(folder.path).claimed():
+        pass
+
+
 def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(
     folder: RunFolder, tmp_path: Path
 ) -> None:

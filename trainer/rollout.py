@@ -27,6 +27,7 @@ from msgspec.structs import force_setattr, replace
 from numpy.typing import NDArray
 
 from trainer.errors import BadGroup, BadSegment
+from trainer.json_values import text_problem
 from trainer.members import Members
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ class Group(msgspec.Struct, frozen=True):
 
 def _check_uid(what: str, uid: object) -> None:
     if uid is not None and not isinstance(uid, str):
-        raise BadGroup(f"the uid of a {what} is {uid!r:.100}; give a text, or leave it out")
+        raise BadGroup(f"{what} {uid!r:.100}: {text_problem(uid, 'its uid')}; or leave it out")
 
 
 def as_carried(group: Group) -> tuple[Rollout, ...]:

@@ -333,7 +333,7 @@ async def test_L07_what_a_closed_buffer_had_fallen_back_to_it_is_not_booked_as_t
     store: Store, traces: TraceStore
 ) -> None:
     buffer = ReplayBuffer(store)
-    await _put(buffer, traces, "a")
+    await put(buffer, traces, "a")
     batch = await buffer.take({"math": 1}, train_step=1, owner=L)
     store.sessions.transfer(batch.session_ids, src=L, dst=buffer.owner)  # as its heir does
     assert buffer.close() == 2

@@ -212,6 +212,11 @@ class Dispatcher:
             await self.buffer.refresh(self.train_step)
         self._wake()
 
+    def prepare(self) -> None:
+        """Make the prompts of a batch ahead; for moments in which nobody waits for this loop."""
+        for task, n in self.mix.split(self.train_step, self.config.batch_groups).items():
+            self.sampler.prepare(task, n)
+
     def owner_died(self, owner: str) -> int:
         """A producer or learner is gone (L07, L12): its prompts go out again, its batch is offered
         again.

@@ -4,7 +4,8 @@ Owns the actor processes as their parent. Started by `spawn.Spawner` in the driv
 its own, single-threaded, without an event loop, without a ZeroMQ context: the only kind of process
 from which a fork is safe, so what it is told to preload has to keep to that. Speaks JSON over one
 SOCK_SEQPACKET socket, which is its lifeline too: when the driver is gone, it kills every process
-group that is not detached, and ends.
+group that is not detached, and ends. While it imports it looks at no socket, and the kernel ends it
+with the driver.
 """
 
 from __future__ import annotations
@@ -34,12 +35,22 @@ def main(fd: int, preload: list[str]) -> None:
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NAME, b"shmrl-template")
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _has_hung_up(sock):
+        return
     from . import child
 
     child.warm_up(preload, lambda name: _send(sock, {"importing": name}))
     gc.collect()
     gc.freeze()  # what is here now stays shared with the children
+    libc.prctl(_PR_SET_PDEATHSIG, 0)
     _Template(sock, libc).serve()
+
+
+def _has_hung_up(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock.fileno(), 0)  # only what is reported unasked
+    return bool(poll.poll(0))
 
 
 def _send(sock: socket.socket, message: dict[str, Any]) -> None:

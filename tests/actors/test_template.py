@@ -10,6 +10,8 @@ import importlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,26 @@ class Importer:
     async def where(self) -> int:
         importlib.import_module("slow_to_import")
         return os.getpid()
+
+
+def test_a_template_that_is_still_importing_dies_with_its_driver(tmp_path: Path) -> None:
+    (tmp_path / "never_imported.py").write_text(
+        "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
+    )
+    code = (
+        f"import asyncio, sys; sys.path.append({str(tmp_path)!r})\n"
+        "from actors.spawn import Spawner\n"
+        "async def main():\n"
+        "    loop = asyncio.get_running_loop()\n"
+        "    Spawner(loop, lambda *_: None, ['never_imported'], {}).start()\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as driver:
+        assert driver.stdout is not None
+        template = int(driver.stdout.readline())
+        driver.kill()
+    assert wait_until_gone([template], LIMIT_S) == []
 
 
 async def test_what_cannot_be_preloaded_is_the_error_of_whoever_needs_it(

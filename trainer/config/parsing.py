@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import enum
 import itertools
+import math
 import re
 import sys
 import types
@@ -123,23 +124,21 @@ def read_yaml(path: Path) -> Source:
 def parse_yaml(text: str, origin: str) -> Source:
     """Like `read_yaml`, from text."""
     yaml = _yaml()
-    loader = _loader_class(yaml)(text)
+    source = Source(origin, {})
     try:
+        loader = _loader_class(yaml)(text)
         node = loader.get_single_node()
-        source = Source(origin, {})
         if node is None:
             return source
         if not isinstance(node, yaml.MappingNode):
             raise ConfigMistakes(origin, [Mistake("(file)", "must be a mapping of sections", 1)])
-        _note_lines(node, "", source, yaml)
+        _note_lines(node, "", source, yaml, {})
         source.values = loader.construct_document(node)
         return source
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark is not None else None
         raise ConfigMistakes(origin, [Mistake("(file)", f"is not YAML: {error}", line)]) from error
-    finally:
-        loader.dispose()
 
 
 def _yaml() -> Any:
@@ -155,13 +154,37 @@ def _yaml() -> Any:
 
 def _loader_class(yaml: Any) -> Any:
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML 1.1 takes `2e-4` for a string; people who write learning rates do not."""
+        """YAML 1.1 takes `2e-4` for a string; people who write learning rates do not. A scalar
+        that is none of its kind (`2024-13-45`) is told with its place.
+        """
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (ValueError, AttributeError) as error:  # an AttributeError: `!!timestamp x`
+                kind = node.tag.rpartition(":")[2]
+                problem = f"{_show(node.value)} cannot be read as {kind}: {error}"
+                raise yaml.constructor.ConstructorError(
+                    None, None, problem, node.start_mark
+                ) from error
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
     return Loader
 
 
-def _note_lines(node: Any, path: str, source: Source, yaml: Any) -> None:
+def _note_lines(node: Any, path: str, source: Source, yaml: Any, met: dict[int, bool]) -> None:
+    """Notes the lines of what is in `node`. `met`: the nodes before, and whether this is in them;
+    what an alias (`*a`) repeats has the line of the alias.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return
+    if id(node) in met:
+        if met[id(node)]:
+            raise yaml.composer.ComposerError(
+                None, None, "found a value that contains itself", node.start_mark
+            )
+        return
+    met[id(node)] = True
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -171,12 +194,13 @@ def _note_lines(node: Any, path: str, source: Source, yaml: Any) -> None:
             if name in seen:
                 source.mistake(inner, "is given twice")
             seen.add(name)
-            _note_lines(value, inner, source, yaml)
-    elif isinstance(node, yaml.SequenceNode):
+            _note_lines(value, inner, source, yaml, met)
+    else:
         for index, value in enumerate(node.value):
             inner = f"{path}[{index}]"
             source.lines[inner] = value.start_mark.line + 1
-            _note_lines(value, inner, source, yaml)
+            _note_lines(value, inner, source, yaml, met)
+    met[id(node)] = False
 
 
 def parse_override(source: Source, text: str) -> None:
@@ -189,8 +213,8 @@ def parse_override(source: Source, text: str) -> None:
     yaml = _yaml()
     try:
         parsed = yaml.load(value, Loader=_loader_class(yaml))
-    except yaml.YAMLError as error:
-        source.mistake(path, f"--set value {value!r} is not YAML: {error}")
+    except (yaml.YAMLError, RecursionError) as error:
+        source.mistake(path, f"--set value {_show(value)} is not YAML: {error}")
         return
     keys = re.findall(r"[^.\[\]]+|\[\d+\]", path)
     at: Any = source.values
@@ -206,7 +230,8 @@ def parse_override(source: Source, text: str) -> None:
             else:
                 at = at[index]
         elif not isinstance(at, dict):
-            source.mistake(path, f"--set: {'.'.join(keys[:depth])} is a plain value, not a section")
+            up_to = ".".join(keys[:depth]).replace(".[", "[")
+            source.mistake(path, f"--set: {up_to} is a plain value, not a section")
             return
         elif (
             last
@@ -234,12 +259,15 @@ def parse_bytes(text: str | int) -> int:
         return text
     match = _BYTES.match(str(text))
     if match is None:
-        raise ValueError(f"{text!r} is no size; write 512MiB, 4GiB or a number of bytes")
+        raise ValueError(f"{_show(text)} is no size; write 512MiB, 4GiB or a number of bytes")
     unit = match.group(2).lower()
     unit = unit[:-1] if unit.endswith("b") and unit != "b" else unit
     if unit not in _BYTES_OF:
         raise ValueError(f"{text!r} has no unit that is known; use KiB, MiB, GiB, TiB")
-    return int(float(match.group(1)) * _BYTES_OF[unit])
+    size = float(match.group(1)) * _BYTES_OF[unit]
+    if math.isinf(size):
+        raise ValueError(f"{_show(text)} is larger than any size")
+    return int(size)
 
 
 # ------------------------------------------------------------------------------------------
@@ -406,17 +434,23 @@ def _scalar(hint: Any, raw: object, path: str, meta: Mapping[str, Any], source: 
             source.mistake(path, str(error))
             return None
     if hint is float and isinstance(raw, int) and not isinstance(raw, bool):
-        raw = float(raw)
+        try:
+            raw = float(raw)
+        except OverflowError:
+            raw = math.inf
     if hint is int and isinstance(raw, float) and raw.is_integer():
         raw = int(raw)  # 1e3
     fits = isinstance(raw, hint) and not (isinstance(raw, bool) and hint is not bool)
     if not fits:
         source.mistake(path, f"must be {_TYPE_NAMES.get(hint, hint.__name__)}, got {_show(raw)}")
         return None
+    if isinstance(raw, float) and not math.isfinite(raw):
+        source.mistake(path, f"must be a finite number, got {_show(raw)}")
+        return None
     for word, ok in _BOUNDS.items():
         bound = meta.get(word)
         if bound is not None and not ok(raw, bound):
-            source.mistake(path, f"must be {_BOUND_WORDS[word]} {bound}, got {raw}")
+            source.mistake(path, f"must be {_BOUND_WORDS[word]} {bound}, got {_show(raw)}")
     return raw
 
 
@@ -436,5 +470,8 @@ _BOUND_WORDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "les
 
 
 def _show(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no int of more than 4300 digits
+        return f"a number of too many digits ({type(value).__name__})"
     return f"{text[:60]}… ({type(value).__name__})" if len(text) > 60 else text

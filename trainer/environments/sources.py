@@ -235,7 +235,7 @@ def _lines_of(
     """(line number, prompt or what is wrong with it); number 0 for the file as a whole."""
     try:
         # Not `splitlines`: U+2028 and the like may stand in JSON as they are.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         yield 0, f"cannot be read: {error}"
         return
@@ -250,7 +250,7 @@ def _parse_line(line: str, config: SourceConfig) -> str | tuple[Any, Any, Mappin
     """(prompt, answer, the rest), or what is wrong."""
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of a number of thousands of digits
         return f"is not JSON: {error}"
     problem = json_problem(record, "")  # Python reads more than it should: NaN, halves of letters
     if problem is not None:

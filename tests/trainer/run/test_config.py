@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -250,6 +251,44 @@ def test_a_key_given_twice_is_a_mistake_and_not_the_last_one_wins(tmp_path: Path
     assert mistakes(tmp_path, GOOD + "eval: {every: 1, every: 2}\n") == {
         "eval.every": "is given twice"
     }
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "field", "words"),
+    [
+        ("run: {seed: 2024-13-45}", "(file)", "'2024-13-45' cannot be read as timestamp: month"),
+        ("run: {seed: 0b_}", "(file)", "cannot be read as int"),
+        ("run: {seed: !!timestamp x}", "(file)", "'x' cannot be read as timestamp"),
+        (f"run: {{seed: {'9' * 5000}}}", "(file)", "cannot be read as int: Exceeds the limit"),
+        (f"run: {{seed: 0x{'f' * 5000}}}", "run.seed", "got a number of too many digits"),
+        (f"learner: {{lr: {'9' * 400}}}", "learner.lr", "must be a finite number"),
+        ("learner: {lr: .inf}", "learner.lr", "must be a finite number, got inf"),
+        ("eval: {timeout_s: .inf}", "eval.timeout_s", "must be a finite number"),
+        (f"store: {{capacity: {'9' * 400}GiB}}", "store.capacity", "larger than any size"),
+        ("run: &a {name: *a}", "(file)", "contains itself"),
+        ("run: " + "[" * 5000, "(file)", "maximum recursion depth"),
+        ("run: \0", "(file)", "is not YAML: unacceptable character"),
+    ],
+)
+def test_what_yaml_cannot_make_a_value_of_is_a_mistake_too(
+    tmp_path: Path, yaml_text: str, field: str, words: str
+) -> None:
+    assert words in mistakes(tmp_path, f"{GOOD}{yaml_text}\n")[field]
+
+
+def test_an_override_that_yaml_cannot_make_a_value_of_is_a_mistake_too(tmp_path: Path) -> None:
+    overrides = ("run.seed=2024-13-45", "eval=" + "[" * 5000, "tasks[0].judge.kind=exact")
+    found = mistakes(tmp_path, GOOD, *overrides)
+    assert "'2024-13-45' cannot be read as timestamp" in found["run.seed"]
+    assert "maximum recursion depth" in found["eval"]
+    assert "tasks[0].judge is a plain value" in found["tasks[0].judge.kind"]
+
+
+def test_a_value_that_repeats_itself_a_billion_times_is_looked_at_once(tmp_path: Path) -> None:
+    text = "a: &a [x, x, x, x, x, x, x, x, x]\n"
+    for before, name in itertools.pairwise("abcdefghijklm"):
+        text += f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    assert len(mistakes(tmp_path, GOOD + text)) == len("abcdefghijklm")
 
 
 def test_a_dense_folder_with_replay_on_is_found_from_its_config_json(tmp_path: Path) -> None:

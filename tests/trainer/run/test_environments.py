@@ -265,6 +265,15 @@ def test_jsonl_prompts_are_split_whole_and_keep_their_other_fields(tmp_path: Pat
     assert len({p.uid for p in prompts}) == 40
 
 
+def test_a_file_of_another_system_has_a_mark_first_and_ends_its_lines_in_two_letters(
+    tmp_path: Path,
+) -> None:
+    text = '\ufeff{"prompt": "q", "answer": 1}\r\n\r\n{"prompt": "r", "answer": 2}\r\n\r\n'
+    task = write(tmp_path, text)
+    sides = [build_source(task, seed=0, held_out=held_out) for held_out in (False, True)]
+    assert {side.prompt(0).text for side in sides} == {"q", "r"}
+
+
 def test_line_separators_inside_of_jsonl_end_no_line(tmp_path: Path) -> None:
     text = json.dumps({"prompt": "one\u2028two\x85three", "answer": 1}, ensure_ascii=False)
     task = write(tmp_path, f"{text}\r\n{text}\n")
@@ -297,6 +306,7 @@ def test_what_of_a_data_set_json_could_not_keep_becomes_text(
         (f'{{"prompt": "q", "answer": {1 << 64}}}\n', r"line 1: \['answer'\] is a whole number"),
         ('{"prompt": "q", "answer": ' + "[" * 99 + "]" * 99 + "}", "nested deeper than 64"),
         ("[" * 9999, "line 1: is not JSON: maximum recursion depth"),
+        (f'{{"prompt": "q", "answer": {"9" * 5000}}}', "line 1: is not JSON: .* 5000 digits"),
     ],
 )
 def test_bad_jsonl_names_its_line(tmp_path: Path, text: str, words: str) -> None:

@@ -114,9 +114,12 @@ class Dispatcher:
         group = self._as_drawn(group, owner)
         return self._put(group, await self.buffer.put(group, owner=owner, timeout=timeout))
 
-    async def put_all(self, groups: Sequence[Group], *, owner: str) -> list[Status | None]:
+    async def put_all(
+        self, groups: Sequence[Group], *, owner: str, carried: bool = False
+    ) -> list[Status | None]:
         """`put` for each; of several, None for one that would have to wait for room: nothing has
         become of it, and it is put alone, so that the others' producer hears of them at once.
+        `carried`: they came in a message, which has checked their members.
 
         Raises the first error when all have ended.
         """
@@ -127,7 +130,7 @@ class Dispatcher:
         for group in groups:
             try:
                 group = self._as_drawn(group, owner)
-                status = self.buffer.put_at_once(group, owner=owner)
+                status = self.buffer.put_at_once(group, owner=owner, carried=carried)
                 statuses.append(status if status is None else self._put(group, status))
             except Exception as error:  # raised below: it is no reason to keep the others back
                 errors.append(error)
@@ -209,6 +212,7 @@ class Dispatcher:
             self.model_step = max(self.model_step, check_step(model_step))
         if train_step is not None:
             self.train_step = max(self.train_step, check_step(train_step))
+            self.buffer.settle_all()  # what is booked as trained is not looked for as fallen
             await self.buffer.refresh(self.train_step)
         self._wake()
 

@@ -413,7 +413,6 @@ async def _run_sync(run: _Run) -> None:
         if devices is not None:
             await devices.to_learner()
         metrics, train_s, batch = await run.train(step, batch)
-        _check_no_session_is_left(run)
         started = loop.time()
         if devices is not None:
             await devices.to_engine()
@@ -425,6 +424,7 @@ async def _run_sync(run: _Run) -> None:
         # draws is then exactly what this one does. Without one, production need not wait.
         early = run.due(step)
         if early:
+            _check_no_session_is_left(run)
             await run.finish_step(report)
         await run.dispatcher.set_steps(train_step=step + 1, model_step=step)
         last = step == run.config.steps or run.stopping
@@ -432,6 +432,7 @@ async def _run_sync(run: _Run) -> None:
             await run.resume()
         if not early:
             await run.others_first()
+            _check_no_session_is_left(run)
             await run.finish_step(report)
         if last:
             return

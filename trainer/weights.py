@@ -93,7 +93,7 @@ class _Parameters:
             if self.device.type == "cpu":
                 self.at.update(_side_by_side(named))
             else:
-                self.at.update((name, (v.detach().view(-1), 0)) for name, v in named.items())
+                self.at.update((name, (_alone(value), 0)) for name, value in named.items())
         self._live = list(self.named.values())
         self._addresses = [value.data_ptr() for value in self._live]
 
@@ -129,6 +129,13 @@ def _by_type(named: Mapping[str, torch.Tensor]) -> Iterable[dict[str, torch.Tens
     for name, value in named.items():
         found.setdefault(value.dtype, {})[name] = value
     return found.values()
+
+
+def _alone(value: torch.Tensor) -> torch.Tensor:
+    """A parameter as a row of its own; one with gaps, or in another order, loses them."""
+    if not value.is_contiguous():
+        value.data = value.detach().contiguous()
+    return value.detach().view(-1)
 
 
 def _side_by_side(named: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:

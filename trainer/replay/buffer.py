@@ -32,6 +32,7 @@ from trainer.replay import contents
 from trainer.replay.accounts import Accounts
 from trainer.replay.away import Away, name_some
 from trainer.replay.checks import (
+    check_finished,
     check_max_bytes,
     check_need,
     check_resume,
@@ -134,9 +135,12 @@ class ReplayBuffer:
             self.waiting.wake()  # the room is another's
             raise
 
-    def put_at_once(self, group: Group, *, owner: str) -> Status | None:
-        """As `put`, without waiting: None when there is no room, and nothing was changed."""
-        return self._put_at_once(self._readied(group, None, None), owner)
+    def put_at_once(self, group: Group, *, owner: str, carried: bool = False) -> Status | None:
+        """As `put`, without waiting: None when there is no room, and nothing was changed.
+        `carried`: the group was drawn here and its members came in a message, so that all but
+        whether they were run has been checked.
+        """
+        return self._put_at_once(self._readied(group, None, None, carried), owner)
 
     def discard(self, group: Group, *, owner: str) -> None:
         """A producer gives a group up (L21): its sessions end, its rollouts are booked as
@@ -404,10 +408,15 @@ class ReplayBuffer:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _readied(self, group: Group, task: str | None, train_step: int | None) -> Group:
+    def _readied(
+        self, group: Group, task: str | None, train_step: int | None, carried: bool = False
+    ) -> Group:
         """Checked, and with what the arena says about it."""
         self._raise_if_closed()
-        group = checked_group(group, task)
+        if carried:
+            check_finished(group)
+        else:
+            group = checked_group(group, task)
         self._refuse_known(group.uid)
         group = self._away.as_lent(group)
         if train_step is not None:

@@ -22,6 +22,7 @@ from trainer.replay.index import Order
 from trainer.rollout import Group, Status, as_carried
 
 __all__ = [
+    "check_finished",
     "check_max_bytes",
     "check_need",
     "check_resume",
@@ -49,10 +50,15 @@ def checked_group(group: Group, task: str | None) -> Group:
         raise BadGroup(f"group {group.uid!r}: {problem}")
     if not (task or group.task):
         raise BadGroup(f"group {group.uid!r} is of no task; say which with task=")
+    check_finished(group)
+    return group.evolve(task=task or group.task, rollouts=as_carried(group))
+
+
+def check_finished(group: Group) -> None:
+    """`BadGroup` when a member has not been run."""
     unfinished = [r.uid for r in group.rollouts if r.status is Status.INIT]
     if unfinished:
         raise BadGroup(f"rollouts {unfinished} of group {group.uid!r} are still INIT")
-    return group.evolve(task=task or group.task, rollouts=as_carried(group))
 
 
 def check_step(step: SupportsIndex) -> int:

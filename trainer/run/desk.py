@@ -43,7 +43,7 @@ class RemoteDesk:
 
     async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status | None]:
         """See `Dispatcher.put_all`."""
-        statuses = await self._dispatcher.put_all(groups, owner=owner)
+        statuses = await self._dispatcher.put_all(groups, owner=owner, carried=True)
         for status in statuses:
             if status is not None:
                 self._moved(f"{owner} handed in a group, {status.value}")

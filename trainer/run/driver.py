@@ -283,9 +283,7 @@ class Driver:
             engines=self._parts.producer.n_engines,
             overlap=self._config.schedule.name == "async",
         )
-        found = step_metrics.batch_metrics(
-            report.batch, report.train_step, len(self._config.tasks)
-        )
+        found = step_metrics.batch_metrics(report.batch, report.train_step, len(self._config.tasks))
         self._summary.add_step(
             found.get("reward", math.nan),  # none was scored since the last batch
             found["tokens_generated"],

@@ -307,7 +307,12 @@ def _top(arguments: Sequence[str]) -> int:
     from actors.top import main as top_main
 
     # A run's folder names it as well, as with the other commands.
-    return top_main([Path(a).name if Path(a, "config.yaml").is_file() else a for a in arguments])
+    return top_main(
+        [
+            os.path.basename(os.path.abspath(a)) if Path(a, "config.yaml").is_file() else a
+            for a in arguments
+        ]
+    )
 
 
 def _bench(arguments: Sequence[str]) -> int:

@@ -22,7 +22,6 @@ from trainer.replay.index import Order
 from trainer.rollout import Group, Status, as_carried
 
 __all__ = [
-    "check_finished",
     "check_max_bytes",
     "check_need",
     "check_resume",
@@ -33,10 +32,14 @@ __all__ = [
 ]
 
 
-def checked_group(group: Group, task: str | None) -> Group:
+def checked_group(group: Group, task: str | None, carried: bool = False) -> Group:
     """The group as it is filed: of `task` if that is given, with plain numbers; `BadGroup` when it
-    cannot be.
+    cannot be. `carried`: it was drawn here and came in a message, and so has all but members that
+    are known to have been run.
     """
+    if carried:
+        _check_finished(group)
+        return group
     if not isinstance(group, Group):
         raise BadGroup(f"put takes a Group, not {group!r}")
     if not isinstance(task, str | None):
@@ -50,11 +53,11 @@ def checked_group(group: Group, task: str | None) -> Group:
         raise BadGroup(f"group {group.uid!r}: {problem}")
     if not (task or group.task):
         raise BadGroup(f"group {group.uid!r} is of no task; say which with task=")
-    check_finished(group)
+    _check_finished(group)
     return group.evolve(task=task or group.task, rollouts=as_carried(group))
 
 
-def check_finished(group: Group) -> None:
+def _check_finished(group: Group) -> None:
     """`BadGroup` when a member has not been run."""
     unfinished = [r.uid for r in group.rollouts if r.status is Status.INIT]
     if unfinished:

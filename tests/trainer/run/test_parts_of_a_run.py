@@ -152,7 +152,8 @@ async def test_a_producer_that_cannot_be_prepared_ends_the_learners_start() -> N
     assert ended.is_set()
 
 
-GOOD = {"format": 2, "train_step": 7, "totals": Summary("r").totals()}
+TOTALS = Summary("r").totals()
+GOOD = {"format": 2, "train_step": 7, "totals": TOTALS}
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,8 @@ GOOD = {"format": 2, "train_step": 7, "totals": Summary("r").totals()}
         "[]",
         json.dumps({**GOOD, "train_step": None}),
         json.dumps({**GOOD, "totals": {"steps": 7}}),
+        json.dumps({**GOOD, "totals": {**TOTALS, "rewards": "0.5"}}),
+        json.dumps({**GOOD, "totals": {**TOTALS, "wall_s": None}}),
     ],
 )
 def test_a_damaged_checkpoint_is_an_error_that_names_the_file(

@@ -126,9 +126,7 @@ class ReplayBuffer:
             raise
 
     def put_at_once(self, group: Group, *, owner: str, carried: bool = False) -> Status | None:
-        """As `put`, without waiting: None when there is no room, and nothing was changed.
-        `carried`: see `checked_group`.
-        """
+        """As `put`, without waiting; None: no room. `carried` is as in `checked_group`."""
         group = checks.checked_group(group, None, carried)
         return self._put_at_once(self._readied(group, None), owner)
 

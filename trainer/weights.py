@@ -208,8 +208,10 @@ class WeightsReader:
     def __init__(self, model: Any, store: Store) -> None:
         self._store = store
         self._parameters = _Parameters(model)
-        self._known: tuple[int, bytes] | None = None
-        """Size and entries of the object that the runs are for."""
+        self._known_size = -1
+        self._entries_at = slice(0)
+        self._known = torch.empty(0, dtype=torch.uint8)
+        """The entries of the object that the runs are for; its size and where they stand."""
         self._runs: list[_Run] = []
         self._memory: list[torch.Tensor] = []
 
@@ -228,15 +230,16 @@ class WeightsReader:
 
     def _read_header(self, blob: torch.Tensor, version: WeightsVersion) -> None:
         """What lies where; checked against the object's size and the model."""
+        if blob.numel() == self._known_size and torch.equal(blob[self._entries_at], self._known):
+            return
         raw = blob.numpy()
         length = int.from_bytes(raw[:_LENGTH_BYTES].tobytes(), "little")
-        known = len(raw), raw[_LEAD_BYTES : _LENGTH_BYTES + length].tobytes()
-        if known != self._known:
-            places = _read_places(raw[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes(), len(raw))
-            _check(self._parameters.named, places, version)
-            self._runs = self._parameters.runs(places)
-            self._memory = [run.memory for run in self._runs]
-            self._known = known
+        places = _read_places(raw[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes(), len(raw))
+        _check(self._parameters.named, places, version)
+        self._runs = self._parameters.runs(places)
+        self._memory = [run.memory for run in self._runs]
+        self._entries_at = slice(_LEAD_BYTES, _LENGTH_BYTES + length)
+        self._known_size, self._known = blob.numel(), blob[self._entries_at].clone()
 
 
 def _lead(entries_bytes: int, model_step: int = 0) -> bytes:

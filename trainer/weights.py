@@ -147,11 +147,13 @@ def _side_by_side(named: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Te
     firsts = [0, *ends[:-1]]
     row = values[0].detach().as_strided((ends[-1],), (1,), 0) if _lie_so(values, ends) else None
     if row is None:
-        row = values[0].detach().new_zeros(ends[-1])
-        for value, first in zip(values, firsts, strict=True):
+        # Empty: the system gives pages as they are written, while what was there before goes back.
+        row = values[0].detach().new_empty(ends[-1])
+        for value, first, end in zip(values, firsts, ends, strict=True):
             place = row[first : first + value.numel()].view(value.shape)
             place.copy_(value.detach())
-            value.data = place  # its old memory goes back now, so that little is held twice
+            value.data = place
+            row[first + value.numel() : end].zero_()
     return {name: (row, first) for name, first in zip(named, firsts, strict=True)}
 
 

@@ -20,12 +20,13 @@ paths from it.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._config: Config | None = None
+        self._claimed = False
 
     @classmethod
     def create(cls, config: Config, name: str) -> RunFolder:
@@ -85,6 +87,31 @@ class RunFolder:
                     )
                 return folder
         raise BadRunFolder(f"{path} is no run folder: it has no config.yaml (nor has runs/{path})")
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """For whoever trains the run: nobody else does meanwhile (BadRunFolder), who would cut the
+        metrics under its hands. The system lets go of the lock with the process, however it ends.
+        Within the block again, it is no error.
+        """
+        if self._claimed:
+            yield
+            return
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks goes without
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise BadRunFolder(
+                        f"{self.path} is being trained by another process; wait for it, or copy "
+                        f"the folder (`shmrl top {self.name}` shows its processes)"
+                    ) from error
+            self._claimed = True
+            yield
+        finally:
+            self._claimed = False
+            os.close(handle)
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import trainer.cli
 import trainer.run.eval_run
+import trainer.run.folder
 from actors.rundir import check_name
 from trainer.config import load
 from trainer.ledger import ENDS
@@ -65,6 +67,18 @@ def test_a_folder_is_found_from_inside_of_it_and_a_name_that_no_run_can_have_is_
         shutil.copytree(folder.path, folder.path.with_name(name))
         with pytest.raises(BadRunFolder, match=r"a run is named as its folder, .*; rename it"):
             RunFolder.open(folder.path.with_name(name))
+
+
+def test_a_run_that_is_being_trained_is_not_resumed_beside_and_not_touched(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.metrics_file.write_text('{"train_step": 9}\n')
+    with folder.claimed(), folder.claimed():
+        assert trainer.cli.main(["resume", str(folder.path), "--quiet"]) == 2
+    assert "is being trained by another process; wait" in capsys.readouterr().err
+    assert folder.metrics_file.read_text() == '{"train_step": 9}\n'
+    with RunFolder.open(folder.path).claimed():
+        pass
 
 
 def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(
@@ -420,6 +434,42 @@ def test_families_of_metrics_are_described_and_unknown_names_are_not() -> None:
 )
 def test_the_default_name_of_a_run_is_one_that_the_runtime_takes(file: str) -> None:
     check_name("the name of a run", default_run_name(Path(file)))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("prompts", "0"),
+        ("prompts", "-1"),
+        ("prompts", "9" * 14),
+        ("prompts", "few"),
+        ("temperature", "nan"),
+        ("temperature", "-1"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_meant_is_refused_before_anything_starts(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        trainer.cli.main(["eval", str(folder.path), f"--{option}={value}"])
+    assert f"argument --{option}: '{value}' is no " in capsys.readouterr().err
+
+
+def test_a_run_whose_disk_is_full_or_read_only_is_not_resumed_and_says_so(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.metrics_file.write_text("{}\n")
+
+    def full(path: Path, _: str) -> None:
+        if path.name == refused:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(trainer.run.folder, "write_atomically", full)
+    for refused, status in (("config.yaml", 2), ("metrics.jsonl", 1)):
+        assert trainer.cli.main(["resume", str(folder.path), "--quiet"]) == status
+        said = capsys.readouterr().err
+        assert f"[Errno 28] No space left on device: '{folder.path / refused}'" in said
+        assert "make room there" in said
 
 
 def test_an_evaluation_in_which_every_rollout_failed_ends_with_1(

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import select
@@ -28,6 +29,8 @@ __all__ = ["main"]
 
 _PASSED_ON = ("store", "top", "bench")
 """Commands whose arguments belong to another layer's own parser."""
+_EVAL_PROMPTS_MAX = 1 << 20
+"""They are drawn before the evaluation begins."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,9 +171,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("run", metavar="RUN", help=_RUN_HELP)
     evaluate.add_argument("--step", type=int, help="the checkpoint of this train step")
-    evaluate.add_argument("--prompts", type=int, help="held-out prompts (default: eval.prompts)")
     evaluate.add_argument(
-        "--temperature", type=float, help="default: eval.temperature; 0 is greedy"
+        "--prompts",
+        type=_prompts,
+        metavar="N",
+        help=f"held-out prompts, 1 to {_EVAL_PROMPTS_MAX} (default: eval.prompts)",
+    )
+    evaluate.add_argument(
+        "--temperature",
+        type=_temperature,
+        metavar="T",
+        help="0 or more; 0 is greedy (default: eval.temperature)",
     )
     evaluate.add_argument("--json", action="store_true", help=_JSON_HELP)
     evaluate.set_defaults(command=_eval)
@@ -198,6 +209,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _prompts(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= _EVAL_PROMPTS_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number from 1 to {_EVAL_PROMPTS_MAX}"
+        )
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no finite number from 0")
+
+
 def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -219,14 +245,21 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from trainer.run.folder import RunFolder
+    from trainer.run.folder import BadRunFolder, RunFolder
     from trainer.run.wiring import check_devices
 
     folder = RunFolder.open(options.run)
     config = folder.config(tuple(options.overrides))
     check_devices(config, _gpus())
-    folder.write_config(config)
-    return _fit(folder, options, resume=True)
+    with folder.claimed():
+        try:
+            folder.write_config(config)
+        except OSError as error:
+            raise BadRunFolder(
+                f"{folder.path} cannot be written: {error}; a run goes on in its own folder: make "
+                "room there, or copy the folder"
+            ) from error
+        return _fit(folder, options, resume=True)
 
 
 def _fit(folder: object, options: argparse.Namespace, *, resume: bool) -> int:
@@ -311,7 +344,12 @@ def _top(arguments: Sequence[str]) -> int:
     from actors.top import main as top_main
 
     # A run's folder names it as well, as with the other commands.
-    return top_main([Path(a).name if Path(a, "config.yaml").is_file() else a for a in arguments])
+    return top_main(
+        [
+            os.path.basename(os.path.abspath(a)) if Path(a, "config.yaml").is_file() else a
+            for a in arguments
+        ]
+    )
 
 
 def _bench(arguments: Sequence[str]) -> int:

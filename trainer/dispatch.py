@@ -115,12 +115,23 @@ class Dispatcher:
         group = self._as_drawn(group, owner)
         return self._put(group, await self.buffer.put(group, owner=owner, timeout=timeout))
 
-    async def put_all(self, groups: Sequence[Group], *, owner: str) -> list[HandedIn]:
+    async def put_all(
+        self, groups: Sequence[Group], *, owner: str, carried: bool = False
+    ) -> list[HandedIn]:
         """`put` for each, and each hears of its own group: what refused one keeps no other back. Of
         several, one that would have to wait for room is put alone, so that the others' producer
-        hears of them at once.
+        hears of them at once. `carried`: they came in a message, which has checked their members.
         """
-        return [await self._handed_in(group, owner, waits=len(groups) == 1) for group in groups]
+        outcomes: list[HandedIn] = []
+        for group in groups:
+            try:
+                if len(groups) == 1:
+                    outcomes.append(await self.put(group, owner=owner))
+                else:
+                    outcomes.append(self._put_at_once(group, owner, carried))
+            except (TrainerError, StoreError) as error:
+                outcomes.append(error)
+        return outcomes
 
     async def cancel(self, group: Group, *, owner: str) -> int:
         """Give a drawn group up (L21): sessions released, rollouts booked; -> how many. Twice is no
@@ -196,8 +207,14 @@ class Dispatcher:
             self.model_step = max(self.model_step, check_step(model_step))
         if train_step is not None:
             self.train_step = max(self.train_step, check_step(train_step))
+            self.buffer.settle_all()  # what is booked as trained is not looked for as fallen
             await self.buffer.refresh(self.train_step)
         self._wake()
+
+    def prepare(self) -> None:
+        """Make the prompts of a batch ahead; for moments in which nobody waits for this loop."""
+        for task, n in self.mix.split(self.train_step, self.config.batch_groups).items():
+            self.sampler.prepare(task, n)
 
     def owner_died(self, owner: str) -> int:
         """A producer or learner is gone (L07, L12): its prompts go out again, its batch is offered
@@ -294,15 +311,10 @@ class Dispatcher:
             )
         return self._fail_stragglers(group)
 
-    async def _handed_in(self, group: Group, owner: str, *, waits: bool) -> HandedIn:
-        try:
-            if waits:
-                return await self.put(group, owner=owner)
-            group = self._as_drawn(group, owner)
-            status = self.buffer.put_at_once(group, owner=owner)
-            return status if status is None else self._put(group, status)
-        except (TrainerError, StoreError) as error:
-            return error
+    def _put_at_once(self, group: Group, owner: str, carried: bool) -> Status | None:
+        group = self._as_drawn(group, owner)
+        status = self.buffer.put_at_once(group, owner=owner, carried=carried)
+        return status if status is None else self._put(group, status)
 
     def _put(self, group: Group, status: Status) -> Status:
         """It is in the buffer, or has ended."""

@@ -222,13 +222,18 @@ class Group(msgspec.Struct, frozen=True):
     @property
     def status(self) -> Status:
         """The first of FAILED, ABORTED, EXPIRED, FILTERED that any member has, else COMPLETED."""
+        for rollout in self.rollouts:
+            if rollout.status is not Status.COMPLETED:
+                break
+        else:  # as nearly always, and it is asked often
+            return Status.COMPLETED
         present = {rollout.status for rollout in self.rollouts}
         return next((status for status in _PRECEDENCE if status in present), Status.COMPLETED)
 
     @property
     def session_ids(self) -> tuple[str, ...]:
         """Sessions of the members in order, each once."""
-        return tuple(dict.fromkeys(rollout.session_id for rollout in self.rollouts))
+        return tuple(dict.fromkeys([rollout.session_id for rollout in self.rollouts]))
 
     @property
     def n_tokens(self) -> int:

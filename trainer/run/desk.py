@@ -44,7 +44,7 @@ class RemoteDesk:
 
     async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[HandedIn]:
         """See `Dispatcher.put_all`."""
-        outcomes = await self._dispatcher.put_all(groups, owner=owner)
+        outcomes = await self._dispatcher.put_all(groups, owner=owner, carried=True)
         for outcome in outcomes:
             if isinstance(outcome, Status):
                 self._moved(f"{owner} handed in a group, {outcome.value}")

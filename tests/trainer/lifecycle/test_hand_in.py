@@ -70,6 +70,26 @@ def test_an_error_at_one_group_of_a_call_keeps_no_other_from_its_place(store: St
     run_virtual(main())
 
 
+def test_L09_a_member_that_was_not_run_is_refused_also_in_a_group_that_came_in_a_message(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        async with desk(store, run=False) as made:
+            works = await made.dispatcher.draw("producer-0", 2)
+            groups = []
+            for work, status in zip(works, (Status.INIT, Status.COMPLETED), strict=True):
+                made.traces.open(work.uid, owner="producer-0")
+                member = Rollout(work.uid, status=status, reward=1.0)
+                groups.append(Group(uid=work.uid, task=work.task, rollouts=(member,)))
+            refused, _ = await made.dispatcher.put_all(groups, owner="producer-0", carried=True)
+            assert isinstance(refused, BadGroup)
+            assert "still INIT" in str(refused)
+            owners = store.sessions.owners([work.uid for work in works])
+            assert owners == ["producer-0", "replay"]
+
+    run_virtual(main())
+
+
 def test_L31_a_group_that_waits_for_room_holds_up_none_that_ended_with_it(store: Store) -> None:
     """Nor the slot of one: its task may be what the learner lacks."""
 

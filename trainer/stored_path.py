@@ -51,6 +51,7 @@ class StoredPath:
         "n_prompt_nodes",
         "n_prompt_tokens",
         "n_routed",
+        "n_sampled",
         "n_tokens",
         "node",
         "said",
@@ -76,6 +77,7 @@ class StoredPath:
         self.n_tokens = 0
         self.n_prompt_nodes = 0
         self.n_prompt_tokens = 0
+        self.n_sampled = 0
         self.step_min: int | None = None
         self.step_max: int | None = None
         # The routing that the engine knows to be known, and what waits for room.
@@ -297,8 +299,10 @@ class StoredPath:
 
     def _note_sampled(self, model_steps: Tokens) -> None:
         assert self.node is not None
-        self._sampled_nodes.add(self.node)
         steps = model_steps.tolist()  # a handful: numpy's reductions cost more than the list
+        if self.node not in self._sampled_nodes:
+            self._sampled_nodes.add(self.node)
+            self.n_sampled += len(steps)
         low, high = min(steps), max(steps)
         self.step_min = low if self.step_min is None else min(low, self.step_min)
         self.step_max = high if self.step_max is None else max(high, self.step_max)

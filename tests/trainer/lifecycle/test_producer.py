@@ -298,6 +298,20 @@ class _CountingDesk:
         return await self._dispatcher.put_all(groups, owner=owner)
 
 
+def test_L29_tokens_are_counted_that_the_model_sampled_and_not_what_a_tool_said(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        async with desk(store, environment=TwoTurns(), budget=StalenessBudget(0)) as made:
+            batch = await made.dispatcher.take(1, owner="learner", timeout=1e4)
+            sampled = sum(check_trace(made, rollout).n_trainable for rollout in batch.rollouts)
+            assert batch.report.total.produced_tokens == sampled
+            assert sampled < sum(rollout.n_response_tokens for rollout in batch.rollouts)
+            made.traces.release(batch.session_ids, owner="learner")
+
+    run_virtual(main())
+
+
 def test_groups_that_end_in_one_turn_of_the_loop_are_handed_in_by_one_call(store: Store) -> None:
     async def main() -> None:
         script = Script(token_s=1.0, tokens_min=4, tokens_max=4)  # all end at the same time

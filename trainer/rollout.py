@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
-from msgspec.structs import asdict, force_setattr, replace
+from msgspec.structs import force_setattr, replace
 from numpy.typing import NDArray
 
 from trainer.errors import BadGroup, BadSegment
-from trainer.json_values import json_problem
+from trainer.members import Members
 
 if TYPE_CHECKING:
     from trainer.window import WindowReport
@@ -211,7 +211,8 @@ class Group(msgspec.Struct, frozen=True):
         """Pickled inside messages with its members as one block: a tenth of the time of its parts
         one by one. `BadGroup` names what cannot be carried.
         """
-        return _unpickled, (self.uid, self.task, self.prompt, _encode(self), self.nbytes)
+        members = _MEMBERS.encode(self.uid, self.rollouts)
+        return _unpickled, (self.uid, self.task, self.prompt, members, self.nbytes)
 
     @property
     def status(self) -> Status:
@@ -249,58 +250,14 @@ def as_carried(group: Group) -> tuple[Rollout, ...]:
     """The members as a message or a snapshot brings them back: numpy's numbers as Python's, lists
     as tuples. `BadGroup` names the field that neither would.
     """
-    return _decode(group.uid, _encode(group))
-
-
-def _encode(group: Group) -> bytes:
-    try:
-        return _ENCODER.encode(group.rollouts)
-    except _CANNOT_BE_CARRIED as error:
-        raise BadGroup(
-            f"group {group.uid!r}: {_misfit(map(asdict, group.rollouts)) or error}"
-        ) from None
-
-
-def _decode(uid: str, raw: bytes) -> tuple[Rollout, ...]:
-    try:
-        return _DECODER.decode(raw)
-    except msgspec.ValidationError as error:
-        found = _misfit(msgspec.msgpack.decode(raw))
-        raise BadGroup(f"group {uid!r}: {found or error}") from None
+    return _MEMBERS.decode(group.uid, _MEMBERS.encode(group.uid, group.rollouts))
 
 
 def _unpickled(uid: str, task: str, prompt: Prompt | None, members: bytes, nbytes: int) -> Group:
-    return Group(uid, task, prompt, _decode(uid, members), nbytes)
+    return Group(uid, task, prompt, _MEMBERS.decode(uid, members), nbytes)
 
 
-def _misfit(rollouts: Iterable[Mapping[str, Any]]) -> str | None:
-    """The first field that cannot be carried, and why."""
-    for fields in rollouts:
-        for name, value in fields.items():
-            try:
-                raw = _ENCODER.encode([{"session_id": "", name: value}])
-                value = msgspec.msgpack.decode(raw)[0][name]  # as a plain one
-                _DECODER.decode(raw)
-            except (*_CANNOT_BE_CARRIED, msgspec.ValidationError) as error:
-                why = str(error).partition(" - at ")[0]
-                problem = json_problem(value, name) or f"{name} is {value!r:.100}: {why}"
-                return f"rollout {fields['uid']!r}: {problem}"
-    return None
-
-
-def _as_python(value: object) -> object:
-    """What an encoder does not know by itself."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"it is a {type(value).__name__}")
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_python)
-_DECODER = msgspec.msgpack.Decoder(tuple[Rollout, ...])
-#: What the encoder raises for values that it cannot write.
-_CANNOT_BE_CARRIED = (TypeError, ValueError, OverflowError, RecursionError)
+_MEMBERS = Members(Rollout)
 
 
 @dataclass(frozen=True, slots=True)

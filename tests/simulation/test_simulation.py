@@ -17,6 +17,7 @@ from trainer.expiry import Expiry
 from trainer.prompts import PromptSampler
 from trainer.replay import buffer as replay
 from trainer.rollout import Group
+from trainer.stored_path import StoredPath
 from trainer.trace import TraceStore
 
 #: Seeds per test; each test is one slice so that a failure names few seeds.
@@ -76,12 +77,12 @@ def _hands_settled_prompts_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_routing_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = Conversation._advance
+    advance = StoredPath._advance
 
-    def wrong(self: Conversation, node: int, token_ids: Any, n_routed: int) -> None:
+    def wrong(self: StoredPath, node: int, token_ids: Any, n_routed: int) -> None:
         advance(self, node, token_ids[::-1], n_routed)
 
-    monkeypatch.setattr(Conversation, "_advance", wrong)
+    monkeypatch.setattr(StoredPath, "_advance", wrong)
 
 
 def _keeps_the_old_response_on_retry(monkeypatch: pytest.MonkeyPatch) -> None:

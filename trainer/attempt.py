@@ -108,7 +108,8 @@ class Attempt:
         talked = self._talked()
         if talked is None:
             return None
-        self._end_timers()
+        if self._timers:
+            self._end_timers()
         self.conversation.close()
         self._talked_s = self._loop.time() - self._started
         status, error = talked
@@ -176,11 +177,10 @@ class Attempt:
     def _ask(self) -> Rollout | None:
         """Ask the judge: a plain one answers at once, another gets a task and a time limit."""
         try:
-            trace = None
-            if self._parts.judge_reads_trace:
-                conversation = self.conversation
-                trace = self._parts.traces.export(conversation.id, node=conversation.node)
-            verdict = self._parts.judge.score(self._context.prompt, self.conversation.text, trace)
+            trace, parts, conversation = None, self._parts, self.conversation
+            if parts.judge_reads_trace:
+                trace = parts.traces.export(conversation.id, node=conversation.node)
+            verdict = parts.judge.score(self._context.prompt, conversation.text, trace)
             if type(verdict) is float or not isinstance(verdict, Awaitable):
                 return self._done(Status.COMPLETED, reward=_finite(verdict))
         except asyncio.CancelledError as error:
@@ -220,10 +220,9 @@ class Attempt:
         self._timers.append(self._loop.call_later(delay_s, callback))
 
     def _end_timers(self) -> None:
-        if self._timers:
-            for timer in self._timers:
-                timer.cancel()
-            self._timers.clear()
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
 
     def _stop_softly(self) -> None:
         self._stopper = self._loop.create_task(_stop(self.conversation))

@@ -113,6 +113,7 @@ class TorchEngine:
         self._inbox: deque[_Sequence | _Swap] = deque()
         self._swaps: deque[_Swap] = deque()  # the worker's; the first may wait for a pause
         self._asked: dict[asyncio.Future[Generation], _Sequence] = {}
+        self._asked_max = self._config.waiting_max + self._config.max_batch
         self._worker: threading.Thread | None = None
         self._bell: SimpleQueue[bool] = SimpleQueue()  # rung for a worker that rests; False: go
         self._at_rest = asyncio.Event()  # the worker's bell was not rung since it came to rest
@@ -174,7 +175,8 @@ class TorchEngine:
         self._asked[future] = sequence
         future.add_done_callback(self._settled)
         self._inbox.append(sequence)
-        self._ring()
+        if self._at_rest.is_set():
+            self._ring(loop)
         return future
 
     def _settled(self, future: asyncio.Future[Generation]) -> None:
@@ -208,7 +210,8 @@ class TorchEngine:
         loop = self._start()
         swap = _Swap(weights, mode, loop.create_future())
         self._inbox.append(swap)
-        self._ring()
+        if self._at_rest.is_set():
+            self._ring(loop)
         await swap.done
 
     async def aclose(self) -> None:
@@ -248,12 +251,10 @@ class TorchEngine:
         if self._worker is not None:
             self._worker.join()
 
-    def _ring(self) -> None:
-        """There is work: wakes the worker if it rests. A busy one looks by itself."""
-        if self._at_rest.is_set():
-            assert self._loop is not None
-            self._at_rest.clear()
-            self._loop.call_soon(self._ring_in_a_turn)
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        """There is work: wakes the worker, which rests. A busy one looks by itself."""
+        self._at_rest.clear()
+        loop.call_soon(self._ring_in_a_turn)
 
     def _ring_in_a_turn(self) -> None:
         """Everything that was woken in this turn of the loop asks first, so that requests made
@@ -281,17 +282,18 @@ class TorchEngine:
         context, params = request.token_ids, request.params
         if context is not self._checked_context:  # group mates share theirs
             context = self._checked(request)
-        if not 0 <= request.n_routed_known <= len(context):
+        n = len(context)
+        if not 0 <= request.n_routed_known <= n:
             raise EngineError(
                 f"request {request.request_id} knows the routing of {request.n_routed_known} of "
-                f"{len(context)} tokens"
+                f"{n} tokens"
             )
-        if len(self._asked) >= self._config.waiting_max + self._config.max_batch:
+        if len(self._asked) >= self._asked_max:
             raise EngineError(
                 f"request {request.request_id}: {self._config.waiting_max} requests are waiting "
                 "already"
             )
-        length_max = min(self._info.context_max, len(context) + params.max_new_tokens)
+        length_max = min(self._info.context_max, n + params.max_new_tokens)
         if length_max > self._batcher.length_max:
             raise EngineError(
                 f"request {request.request_id} may grow to {length_max} tokens, which do not fit "

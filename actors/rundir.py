@@ -24,6 +24,7 @@ import re
 import shutil
 import socket
 import stat
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,11 +34,15 @@ from .errors import RunExists, RuntimeClosed, UsageError
 __all__ = ["RunDir", "check_name", "dead_runs", "live_runs", "runs_root", "status_socket", "sweep"]
 
 _STATUS_SOCKET = "status.sock"
+_OF_DETACHED = "d"
+"""With what the names of sockets of detached actors begin, which outlive the run."""
 _LOCK = "lock"
 _DRAFT = ".new-"
 _TRIES_MAX = 100
 """Each needs somebody else who makes or removes a directory in that very moment."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
+_PEER = struct.Struct("iII")
+"""Process, user and group: what the kernel says about the other end of a Unix socket."""
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -75,6 +80,10 @@ class RunDir:
         self.path = runs_root() / check_name("the name of a run", name)
         self._folder, self._lock = _make(self.path)
         sweep()
+
+    def actor_socket(self, uid: int, *, detached: bool) -> str:
+        """Where an actor of the run listens."""
+        return self.socket_path(f"{_OF_DETACHED if detached else 'a'}{uid}")
 
     def socket_path(self, name: str) -> str:
         """Where a process of the run listens; a directory that somebody removed is made again."""
@@ -153,6 +162,11 @@ def _make(path: Path) -> tuple[int, int]:
                         f"a run named {path.name!r} is alive (driver process {found.driver});"
                         " choose another name, or stop it"
                     )
+                if (detached := found.listener(_OF_DETACHED)) is not None:
+                    raise RunExists(
+                        f"a detached actor of an earlier run named {path.name!r} lives (process"
+                        f" {detached}); choose another name, or end it by a signal"
+                    )
                 found.clear()
         raise OSError(errno.ENOTEMPTY, "something is put there again and again")
     except OSError as error:
@@ -209,7 +223,7 @@ class _Found:
         self.driver = "unknown"
         self.lives = False
         if lock is None:
-            self.lives = not path.name.startswith(_DRAFT) and self.has_listeners(every=True)
+            self.lives = not path.name.startswith(_DRAFT) and self.listener() is not None
             return
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -217,14 +231,14 @@ class _Found:
             self.lives = True
             self.driver = os.pread(lock, 32, 0).decode() or self.driver
 
-    def has_listeners(self, *, every: bool = False) -> bool:
-        """Whether a process accepts links there; `every`: not only one of a detached actor."""
-        names = [name for name in os.listdir(self._folder) if name.endswith(".sock")]
-        return any(
-            _listens(f"/proc/self/fd/{self._folder}/{name}")
-            for name in names
-            if every or name.startswith("a")
-        )
+    def listener(self, kind: str = "") -> str | None:
+        """Id of a process that accepts links there, at a socket whose name begins with `kind`."""
+        for name in os.listdir(self._folder):
+            if name.startswith(kind) and name.endswith(".sock"):
+                pid = _listener(f"/proc/self/fd/{self._folder}/{name}")
+                if pid is not None:
+                    return pid
+        return None
 
     def clear(self) -> None:
         """Remove it. A draft that has no lock yet is only removed while it is empty."""
@@ -239,8 +253,9 @@ def _dead() -> Iterator[_Found]:
     """What no driver has any more, and no detached actor either."""
     for path in runs_root().iterdir():
         with _looked_at(path) as found:
-            if found is not None and not (found.lives or found.has_listeners()):
-                yield found
+            if found is None or found.lives or found.listener(_OF_DETACHED) is not None:
+                continue
+            yield found
 
 
 @contextlib.contextmanager
@@ -299,11 +314,17 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _listens(path: str) -> bool:
-    """True when a process accepts links at this socket."""
+def _listener(path: str) -> str | None:
+    """Id of the process that accepts links at this socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
-            return probe.connect_ex(path) in (0, errno.EAGAIN)
+            error = probe.connect_ex(path)
         except OSError:  # a name too long for a socket, so it is none
-            return False
+            return None
+        if error == errno.EAGAIN:  # its queue is full
+            return "unknown"
+        if error:
+            return None
+        peer = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        return str(_PEER.unpack(peer)[0])

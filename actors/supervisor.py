@@ -253,7 +253,8 @@ class Supervisor:
             "token": config.token,
             "arena": config.arena,
             "in_flight_max": config.in_flight_max,
-            "socket": config.listen or self._rundir.socket_path(f"a{record.uid}"),
+            "socket": config.listen
+            or self._rundir.actor_socket(record.uid, detached=spec.detached),
             "keys": config.keys,
             "tracing": config.tracing,
             "methods": dict(spec.methods),

@@ -151,6 +151,8 @@ class Rollout(msgspec.Struct, frozen=True):
     metrics: Mapping[str, _Finite] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if type(self.uid) is not str:
+            _check_uid("rollout", self.uid)
         if not self.uid:
             force_setattr(self, "uid", self.session_id)
         if type(self.status) is not Status:  # a text would be none of those that end a group (L09)
@@ -204,6 +206,8 @@ class Group(msgspec.Struct, frozen=True):
         for member in self.rollouts:
             if type(member) is not Rollout and not isinstance(member, Rollout):
                 raise BadGroup(f"the members of a group are Rollouts, not {member!r}")
+        if type(self.uid) is not str:
+            _check_uid("group", self.uid)
         if not self.uid:
             force_setattr(self, "uid", self.rollouts[0].session_id)
 
@@ -244,6 +248,11 @@ class Group(msgspec.Struct, frozen=True):
     def with_rollouts(self, rollouts: Sequence[Rollout]) -> Group:
         """The same group with other members."""
         return replace(self, rollouts=tuple(rollouts))
+
+
+def _check_uid(what: str, uid: object) -> None:
+    if not isinstance(uid, str):
+        raise BadGroup(f"the uid of a {what} is {uid!r:.100}; give a text")
 
 
 def as_carried(group: Group) -> tuple[Rollout, ...]:
@@ -388,6 +397,10 @@ class Segment(msgspec.Struct, frozen=True, eq=False):
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def evolve(self, **changes: Any) -> Segment:
+        """A copy with `changes`; the only way to alter a segment."""
+        return replace(self, **changes)
 
     @property
     def n_trainable(self) -> int:

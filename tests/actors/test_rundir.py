@@ -212,6 +212,31 @@ def test_a_live_run_that_lost_its_lock_is_left_alone(root: Path) -> None:
     assert list(root.iterdir()) == []
 
 
+def test_a_run_whose_detached_actor_lives_keeps_its_name_and_its_sockets(root: Path) -> None:
+    gone = RunDir("run")
+    with socket.socket(socket.AF_UNIX) as detached:
+        detached.bind(gone.socket_path("d1"))
+        detached.listen()
+        gone.remove(keep_sockets=True)
+        text = f"detached actor of an earlier run named 'run' lives .process {os.getpid()}."
+        with pytest.raises(actors.RunExists, match=text):
+            RunDir("run")
+        assert sweep() == []
+        assert (gone.path / "d1.sock").exists()
+    RunDir("run").remove()
+    assert list(root.iterdir()) == []
+
+
+def test_an_actor_that_dies_with_its_killed_driver_keeps_no_run_from_its_name(root: Path) -> None:
+    gone = RunDir("run")
+    with socket.socket(socket.AF_UNIX) as dying:
+        dying.bind(gone.socket_path("a1"))
+        dying.listen()
+        gone.remove(keep_sockets=True)
+        RunDir("run").remove()
+    assert list(root.iterdir()) == []
+
+
 def test_what_cannot_be_removed_is_told_to_who_wants_its_name_and_stops_nobody_else(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,9 @@ class Batcher:
         self._decode_text = decode_text
         self._sampling: BatchSampling | None = None  # of the running ones; None after a change
         self._outcomes: list[Outcome] = []
+        self._empty_passes = (
+            0.0  # passes of a whole batch that free slots have cost, others waiting
+        )
 
     @property
     def busy(self) -> bool:
@@ -85,20 +88,30 @@ class Batcher:
     # --- admission and context ------------------------------------------------------------------
 
     def admit(self, model_step: int) -> None:
-        """Moves into the batch what fits, computes the contexts, and samples each first token."""
-        first = len(self.running)
+        """Moves into the batch what fits, computes the contexts, and samples each first token.
+
+        That costs about as much as a pass. So when more waits than fits, it is done once the slots
+        that are free have been empty for a pass of the whole batch: no slot at a time in a batch of
+        many, and at no length of the responses is more than twice as much lost as at best.
+        """
+        first, cache = len(self.running), self.runner.cache
         longest = max((one.length_max for one in self.running), default=0)
-        fresh: list[Sequence] = []
-        cache = self.runner.cache
-        while self.waiting:
-            needed = max(longest, self.waiting[0].length_max)
-            if not cache.fits(first + len(fresh) + 1, needed):
+        count = 0
+        for one in self.waiting:
+            needed = max(longest, one.length_max)
+            if not cache.fits(first + count + 1, needed):
                 break
-            longest = needed
-            fresh.append(self.waiting.popleft())
-            fresh[-1].weights_seen = self._weights_seen
-        if not fresh:
+            longest, count = needed, count + 1
+        if not count:
             return
+        if first and count < len(self.waiting):
+            self._empty_passes += count / (first + count)
+            if self._empty_passes < 1.0:
+                return
+        self._empty_passes = 0.0
+        fresh = [self.waiting.popleft() for _ in range(count)]
+        for one in fresh:
+            one.weights_seen = self._weights_seen
         cache.reserve(first + len(fresh), longest, used=first)
         self.running += fresh
         self._sampling = None

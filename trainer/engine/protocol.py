@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from trainer.errors import ConfigError
@@ -85,6 +86,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, eq=False):
     group_id: str | None = None
     n_routed_known: int = 0
     is_last: bool = False
+
+    def evolve(self, **changes: Any) -> GenerateRequest:
+        """A copy with `changes`; the only way to alter a request."""
+        return replace(self, **changes)
 
 
 @dataclass(slots=True, eq=False)

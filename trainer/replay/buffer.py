@@ -36,6 +36,8 @@ from trainer.replay.checks import (
     check_need,
     check_resume,
     check_step,
+    check_taker,
+    check_timeout,
     checked_group,
 )
 from trainer.replay.index import Entry, Order, ReplayIndex
@@ -113,6 +115,7 @@ class ReplayBuffer:
         what cannot be filed, or was lent as something else; `NotOwner` when a session is not
         `owner`'s; then nothing has changed. `BufferClosed` after `close`.
         """
+        check_timeout(timeout)
         group = self._readied(group, task, train_step)
         status = self._put_at_once(group, owner)
         if status is not None:
@@ -137,8 +140,11 @@ class ReplayBuffer:
 
     def discard(self, group: Group, *, owner: str) -> None:
         """A producer gives a group up (L21): its sessions end, its rollouts are booked as
-        cancelled.
+        cancelled. `BadGroup` for one that is in the buffer or with a learner, `NotOwner` for
+        somebody else's; then nothing has changed.
         """
+        self._refuse_known(group.uid)
+        contents.refuse_foreign(self._store.sessions, group, owner)
         lent = self._away.take_back(group.uid)
         if lent is not None:
             group = lent.group  # what was counted, and no session of it stays behind
@@ -153,6 +159,7 @@ class ReplayBuffer:
         It counts as buffered until the producer puts it again or discards it.
         """
         self._raise_if_closed()
+        check_taker(owner, self.owner)
         with self._lock:
             entry = self._index.pop(task, status)
             if entry is None:
@@ -184,6 +191,8 @@ class ReplayBuffer:
         """
         self._raise_if_closed()
         need, train_step = check_need(need), check_step(train_step)
+        check_timeout(timeout)
+        check_taker(owner, self.owner)
         self.settle(owner)
         await self.refresh(train_step)
         try:
@@ -315,14 +324,18 @@ class ReplayBuffer:
         return offered, lost
 
     def close(self) -> int:
-        """Release every session of the buffer; -> how many. The buffer is empty and stays so:
-        whoever waits for it, or comes later, gets `BufferClosed`. Twice is no error.
+        """Release every session of the buffer, and what has fallen back to it; -> how many. The
+        buffer is empty and stays so: whoever waits for it, or comes later, gets `BufferClosed`.
+        Twice is no error.
         """
+        self._store.sweep()  # the dead leave to their heir what would look trained when it is gone
+        released = self._store.sessions.list(self.owner)
         self._closed = True
+        self.reclaim()
         for entry in list(self._index):
             self._index.remove(entry.group.uid)
             self.accounts.cancelled(entry.group)
-        released = self._store.sessions.release_owned(self.owner)
+        self._store.sessions.release_owned(self.owner)
         self.waiting.close()
         self._tell()
         return len(released)
@@ -439,7 +452,10 @@ class ReplayBuffer:
 
     def _refuse_known(self, uid: str) -> None:
         if uid in self._index or self._away.is_taken(uid):
-            raise BadGroup(f"group {uid!r} is in the buffer already; each uid is put once")
+            raise BadGroup(
+                f"group {uid!r} is in the buffer already, or with a learner; each uid is put once, "
+                "or given up instead"
+            )
 
     def _end_at_put(self, group: Group, status: Status, owner: str) -> None:
         """FAILED and FILTERED groups: counted, then released; never filed (L09)."""

@@ -21,7 +21,15 @@ from trainer.prompts import prompt_problem
 from trainer.replay.index import Order
 from trainer.rollout import Group, Status, as_carried
 
-__all__ = ["check_max_bytes", "check_need", "check_resume", "check_step", "checked_group"]
+__all__ = [
+    "check_max_bytes",
+    "check_need",
+    "check_resume",
+    "check_step",
+    "check_taker",
+    "check_timeout",
+    "checked_group",
+]
 
 
 def checked_group(group: Group, task: str | None) -> Group:
@@ -30,6 +38,8 @@ def checked_group(group: Group, task: str | None) -> Group:
     """
     if not isinstance(group, Group):
         raise BadGroup(f"put takes a Group, not {group!r}")
+    if not isinstance(task, str | None):
+        raise BadGroup(f"put takes the name of a task, not {task!r:.100}")
     problem = (
         text_problem(group.uid, "its uid")
         or text_problem(task or group.task, "its task")
@@ -51,6 +61,26 @@ def check_step(step: SupportsIndex) -> int:
         return operator.index(step)
     except TypeError:
         raise ReplayError(f"the step is {step!r}; a whole number is needed") from None
+
+
+def check_taker(owner: str, buffer: str) -> None:
+    """`ReplayError` unless `owner` can be told from the buffer, which would offer again what it
+    took.
+    """
+    if not isinstance(owner, str) or not owner or owner == buffer:
+        raise ReplayError(
+            f"groups go to an owner with a name of its own, not to {owner!r}; the buffer is "
+            f"{buffer!r}"
+        )
+
+
+def check_timeout(timeout: float | None) -> None:
+    """`ReplayError` unless it is a number of seconds, or None for no limit."""
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout >= 0):
+        raise ReplayError(
+            f"the timeout is {timeout!r}; it is a number of seconds from 0, or None for no limit"
+        )
 
 
 def check_need(need: Mapping[str, int]) -> dict[str, int]:

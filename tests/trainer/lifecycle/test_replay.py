@@ -15,6 +15,7 @@ from trainer.errors import (
     BadGroup,
     ConfigError,
     LedgerError,
+    ReplayError,
 )
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.replay import ReplayBuffer
@@ -329,6 +330,60 @@ async def test_a_lent_group_is_given_up_as_a_whole_whatever_is_left_of_it(
     buffer.check_books()
     assert await _put(buffer, traces, "a") is Status.COMPLETED, "its sessions may be used again"
     buffer.close()
+
+
+async def test_L07_what_a_closed_buffer_had_fallen_back_to_it_is_not_booked_as_trained(
+    store: Store, traces: TraceStore
+) -> None:
+    buffer = ReplayBuffer(store)
+    await _put(buffer, traces, "a")
+    batch = await buffer.take({"math": 1}, train_step=1, owner=L)
+    store.sessions.transfer(batch.session_ids, src=L, dst=buffer.owner)  # as its heir does
+    assert buffer.close() == 2
+    buffer.check_books()
+    assert buffer.accounts.ledger.total.trained == 0
+    assert buffer.accounts.ledger.total.cancelled == 2
+
+
+async def test_L26_only_who_has_a_group_can_give_it_up(store: Store, traces: TraceStore) -> None:
+    buffer = ReplayBuffer(store)
+    filed, taken, foreign = (store_group(traces, uid) for uid in ("filed", "taken", "foreign"))
+    await buffer.put(taken, owner=P)
+    batch = await buffer.take({"math": 1}, train_step=1, owner=L)
+    await buffer.put(filed, owner=P)
+    for group, owner, error in (
+        (filed, P, BadGroup),
+        (taken, P, BadGroup),
+        (foreign, "other", NotOwner),
+    ):
+        with pytest.raises(error, match=group.uid):
+            buffer.discard(group, owner=owner)
+    assert buffer.accounts.ledger.total.produced == 4
+    assert buffer.accounts.ledger.total.cancelled == 0
+    buffer.discard(foreign, owner=P)
+    assert traces.release(batch.session_ids, owner=L) == list(batch.session_ids)
+    buffer.close()
+    buffer.check_books()
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "soon", True])
+async def test_a_wait_that_cannot_be_meant_is_refused_at_once(store: Store, timeout: Any) -> None:
+    buffer = ReplayBuffer(store)
+    with pytest.raises(ReplayError, match=f"the timeout is {timeout!r}; it is a number of seconds"):
+        await buffer.take({"math": 1}, train_step=1, owner=L, timeout=timeout)
+    with pytest.raises(ReplayError, match="a number of seconds"):
+        await buffer.put(Group("a", rollouts=(Rollout("s"),)), owner=P, timeout=timeout)
+
+
+@pytest.mark.parametrize("owner", ["replay", "", None])
+async def test_groups_go_only_to_whom_the_buffer_can_tell_from_itself(
+    store: Store, owner: Any
+) -> None:
+    buffer = ReplayBuffer(store)
+    with pytest.raises(ReplayError, match=f"a name of its own, not to {owner!r}"):
+        await buffer.take({"math": 1}, train_step=1, owner=owner)
+    with pytest.raises(ReplayError, match="a name of its own"):
+        buffer.lend("math", Status.ABORTED, owner=owner)
 
 
 async def test_L26_a_lost_rollout_shows_in_the_books_with_every_counter(

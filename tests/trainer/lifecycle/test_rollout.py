@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer import Group, Prompt, Rollout, Segment, Status
+from trainer.engine.protocol import GenerateRequest, SamplingParams
 from trainer.errors import BadGroup, BadSegment
 from trainer.rollout import FinishReason, narrowest_unsigned
 from trainer.trace import TraceStore
@@ -61,6 +62,23 @@ def test_L09_a_status_that_is_a_text_is_refused_and_never_taken_for_completed() 
     for make in (Rollout, Rollout("s").evolve):
         with pytest.raises(BadGroup, match="status of rollout 's' is 'failed'; give a member of"):
             make(session_id="s", status="failed")
+
+
+@pytest.mark.parametrize("uid", [np.array(["a", "b"]), np.zeros(0), 7, ["g"]])
+def test_a_uid_that_is_no_text_is_refused(uid: Any) -> None:
+    for make in (Rollout, lambda *sessions, uid: Group(uid, rollouts=(Rollout(*sessions),))):
+        with pytest.raises(BadGroup, match=r"the uid of a (rollout|group) is .*; give a text"):
+            make("s", uid=uid)
+
+
+def test_parts_of_a_record_are_replaced_by_evolve() -> None:
+    request = GenerateRequest("r", "s", np.arange(3, dtype=np.int32), SamplingParams())
+    again = request.evolve(request_id="again")
+    assert (again.request_id, again.session_id, request.request_id) == ("again", "s", "r")
+    segment = Segment([1, 2], [1, 2], [0, 0], [0, 0])
+    assert segment.evolve(labels=[1, 3]).labels.tolist() == [1, 3]
+    with pytest.raises(BadSegment, match="labels has shape"):
+        segment.evolve(labels=[1])
 
 
 @pytest.mark.parametrize(

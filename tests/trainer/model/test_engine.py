@@ -13,7 +13,10 @@ from msgspec.structs import replace
 
 from tests.trainer.model.engines import Brake, endless, running, same_generation
 from tests.trainer.model.families import FAMILIES, MIXTURES, family, generate, prompts, request
+from trainer.engine.batching import Batcher
+from trainer.engine.model_runner import ModelRunner
 from trainer.engine.protocol import Engine, Generation, WeightsVersion
+from trainer.engine.sequence import Sequence as Waiting
 from trainer.engine.torch_engine import PromptTooLong
 from trainer.errors import EngineError
 from trainer.model.config import EngineConfig
@@ -184,6 +187,31 @@ def test_memory_stays_within_kv_bytes_and_everybody_is_served() -> None:
             assert len(long.token_ids)
 
     asyncio.run(run())
+
+
+def test_slots_are_refilled_once_they_have_been_empty_for_a_pass_of_the_batch() -> None:
+    model, tokenizer = family("qwen3_moe")
+    config = EngineConfig(max_batch=8)
+    batcher = Batcher(ModelRunner(model, config), config, tokenizer.decode)
+    for length in (20, 3, 20, 9, 20, 15, 6, 20, *range(10, 18)):
+        asked = endless(f"of {length}", length)
+        batcher.waiting.append(Waiting(asked, asked.token_ids, 3 + length, 0, frozenset()))
+    empty, refills = 0, []
+    with torch.inference_mode():
+        while batcher.busy:
+            there, waiting = len(batcher.running), len(batcher.waiting)
+            if there and waiting > 8 - there:
+                empty += 8 - there
+            batcher.admit(0)
+            if waiting and len(batcher.running) > there > 0:
+                refills.append((empty, len(batcher.running) - there))
+                empty = 0
+            batcher.decode(0)
+    batcher.runner.close()
+    assert len(batcher.take_outcomes()) == 16
+    # (slots x passes that were empty while more waited than fits, sequences that came in); 8 of the
+    # first are a pass of the whole batch, and the last four did fit.
+    assert refills == [(9, 2), (8, 2), (5, 4)]
 
 
 def test_a_request_that_can_never_fit_fails_at_once() -> None:

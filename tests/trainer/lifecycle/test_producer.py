@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from tests.trainer.lifecycle.kit import (
     desk,
 )
 from trainer.dispatch import Dispatcher
-from trainer.engine.protocol import GenerateRequest, Generation
+from trainer.engine.protocol import Answers, GenerateRequest, Generation
 from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine
 from trainer.environment import Session
 from trainer.errors import BadGroup, ToolError
@@ -441,10 +441,15 @@ class _Raises(ScriptedEngine):
 
 
 class _Refuses(_Raises):
-    """Answers by futures, if it did not raise at once."""
+    """Answers by a call, if it did not raise at once."""
 
-    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
+    def submit(
+        self, requests: Sequence[GenerateRequest], answered: Callable[[Answers], None]
+    ) -> None:
         raise self._error
+
+    def drop(self, requests: Sequence[GenerateRequest]) -> None:
+        raise AssertionError("none was taken")
 
 
 @pytest.mark.parametrize("kind", [_Raises, _Refuses])

@@ -87,7 +87,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise SnapshotVersion(
                 f"{folder} has checkpoint format {record['format']!r}; this version reads {_FORMAT}"
             )
-        Summary(folder.name).restore(record["totals"])  # complains of one that is missing
+        probe = Summary(folder.name)
+        probe.restore(record["totals"])  # complains of one that is missing
+        probe.settle()  # and here of one that does not add up
         step = int(record["train_step"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise SnapshotError(

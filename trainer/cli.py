@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import select
@@ -28,6 +29,8 @@ __all__ = ["main"]
 
 _PASSED_ON = ("store", "top", "bench")
 """Commands whose arguments belong to another layer's own parser."""
+_EVAL_PROMPTS_MAX = 1 << 20
+"""They are drawn before the evaluation begins."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,6 +131,10 @@ def _is_ours(error: Exception) -> bool:
     return any(m is not None and isinstance(error, vars(m)[name]) for m, name in modules)
 
 
+_RUN_HELP = "run folder, or its name below runs/"
+_JSON_HELP = "end with one line of JSON on stdout"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shmrl",
@@ -139,11 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train from a configuration file")
-    train.add_argument("config", type=Path, metavar="CONFIG")
+    train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file (docs/config.md)")
     train.set_defaults(command=_train)
 
     resume = commands.add_parser("resume", help="go on with a run from its latest checkpoint")
-    resume.add_argument("run", metavar="RUN", help="run folder, or its name below runs/")
+    resume.add_argument("run", metavar="RUN", help=_RUN_HELP)
     resume.set_defaults(command=_resume)
 
     for sub in (train, resume):
@@ -156,19 +163,27 @@ def _parser() -> argparse.ArgumentParser:
             dest="overrides",
             help="change fields of the configuration (docs/config.md); may be repeated",
         )
-        sub.add_argument("--json", action="store_true", help="end with one line of JSON on stdout")
+        sub.add_argument("--json", action="store_true", help=_JSON_HELP)
         sub.add_argument("--quiet", action="store_true", help="no table, no progress")
 
     evaluate = commands.add_parser(
         "eval", help="evaluate a run's latest checkpoint on held-out prompts"
     )
-    evaluate.add_argument("run", metavar="RUN")
+    evaluate.add_argument("run", metavar="RUN", help=_RUN_HELP)
     evaluate.add_argument("--step", type=int, help="the checkpoint of this train step")
-    evaluate.add_argument("--prompts", type=int, help="held-out prompts (default: eval.prompts)")
     evaluate.add_argument(
-        "--temperature", type=float, help="default: eval.temperature; 0 is greedy"
+        "--prompts",
+        type=_prompts,
+        metavar="N",
+        help=f"held-out prompts, 1 to {_EVAL_PROMPTS_MAX} (default: eval.prompts)",
     )
-    evaluate.add_argument("--json", action="store_true")
+    evaluate.add_argument(
+        "--temperature",
+        type=_temperature,
+        metavar="T",
+        help="0 or more; 0 is greedy (default: eval.temperature)",
+    )
+    evaluate.add_argument("--json", action="store_true", help=_JSON_HELP)
     evaluate.set_defaults(command=_eval)
 
     doctor = commands.add_parser(
@@ -178,11 +193,11 @@ def _parser() -> argparse.ArgumentParser:
         "found, and is still there (debris without --clean, an arena that is unsound).",
     )
     doctor.add_argument("--clean", action="store_true", help="remove arenas without a live process")
-    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--json", action="store_true", help="one JSON document on stdout")
     doctor.set_defaults(command=_doctor)
 
     node = commands.add_parser("node", help="join a run as another host (not available yet)")
-    node.add_argument("--join", metavar="tcp://HEAD:PORT")
+    node.add_argument("--join", metavar="tcp://HEAD:PORT", help="where the run's head listens")
     node.set_defaults(command=_node)
 
     for name, text in (
@@ -192,6 +207,21 @@ def _parser() -> argparse.ArgumentParser:
     ):
         commands.add_parser(name, help=text, add_help=False)
     return parser
+
+
+def _prompts(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= _EVAL_PROMPTS_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number from 1 to {_EVAL_PROMPTS_MAX}"
+        )
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no finite number from 0")
 
 
 def _version() -> str:
@@ -215,14 +245,21 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from trainer.run.folder import RunFolder
+    from trainer.run.folder import BadRunFolder, RunFolder
     from trainer.run.wiring import check_devices
 
     folder = RunFolder.open(options.run)
     config = folder.config(tuple(options.overrides))
     check_devices(config, _gpus())
-    folder.write_config(config)
-    return _fit(folder, options, resume=True)
+    with folder.claimed():
+        try:
+            folder.write_config(config)
+        except OSError as error:
+            raise BadRunFolder(
+                f"{folder.path} cannot be written: {error}; a run goes on in its own folder: make "
+                "room there, or copy the folder"
+            ) from error
+        return _fit(folder, options, resume=True)
 
 
 def _fit(folder: object, options: argparse.Namespace, *, resume: bool) -> int:
@@ -307,7 +344,12 @@ def _top(arguments: Sequence[str]) -> int:
     from actors.top import main as top_main
 
     # A run's folder names it as well, as with the other commands.
-    return top_main([Path(a).name if Path(a, "config.yaml").is_file() else a for a in arguments])
+    return top_main(
+        [
+            os.path.basename(os.path.abspath(a)) if Path(a, "config.yaml").is_file() else a
+            for a in arguments
+        ]
+    )
 
 
 def _bench(arguments: Sequence[str]) -> int:

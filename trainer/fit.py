@@ -83,11 +83,12 @@ async def fit(
     """Trains the run in `folder`. Setting `stop` ends it after the step under way, with a
     checkpoint.
 
-    Cancelling ends it at once; either way nothing is left in the arena and no process. `gpus`: as
-    in `run_blocking`.
+    Cancelling ends it at once; either way nothing is left in the arena and no process. BadRunFolder
+    while another process trains it. `gpus`: as in `run_blocking`.
     """
-    run = _Run(folder, display or QuietDisplay(), stop or asyncio.Event(), resume, gpus)
-    return await run.to_the_end()
+    with folder.claimed():
+        run = _Run(folder, display or QuietDisplay(), stop or asyncio.Event(), resume, gpus)
+        return await run.to_the_end()
 
 
 class _Run:
@@ -115,7 +116,10 @@ class _Run:
         """What to go on from; None when the run died before its first checkpoint."""
         found = self.folder.latest_checkpoint()
         checkpoint = read_checkpoint(found[1]) if found else None
-        self.folder.keep_metrics_through(checkpoint.train_step if checkpoint else -1)
+        try:
+            self.folder.keep_metrics_through(checkpoint.train_step if checkpoint else -1)
+        except OSError as error:
+            raise TrainerError(ending.failed(self.folder, error)) from error
         return checkpoint
 
     async def to_the_end(self) -> Summary:

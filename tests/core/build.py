@@ -6,6 +6,7 @@ session waits for the compiler.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import shutil
 import subprocess
@@ -40,12 +41,19 @@ def must(command: list[str], timeout_s: float) -> str:
 
 @functools.cache
 def built() -> Path:
-    """The folder with the executables, up to date."""
+    """The folder with the executables, up to date. Another process of the suite may be building."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _build()
+    return BUILD
+
+
+def _build() -> None:
     flags = ["-DCMAKE_BUILD_TYPE=Release", "-DSHMRL_TESTS=ON", "-DSHMRL_PYTHON=OFF"]
     ninja = f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"
     must([tool("cmake"), "-S", ".", "-B", str(BUILD), "-G", "Ninja", ninja, *flags], BUILD_S_MAX)
     must([tool("cmake"), "--build", str(BUILD), "--target", "shmrl_tests"], BUILD_S_MAX)
-    return BUILD
 
 
 def run(name: str, *arguments: str, timeout_s: float = 100) -> str:

@@ -19,7 +19,7 @@ from trainer.errors import ConfigError
 from trainer.model.config import EngineConfig, LearnerConfig
 from trainer.placement import cuda_number
 
-__all__ = ["check"]
+__all__ = ["check", "run_name_problem"]
 
 _RUN_NAME_BYTES_MAX = 40
 """The run's name is part of the names of its arena and of its sockets, which have little room."""
@@ -60,15 +60,20 @@ _Found = Iterator[tuple[str, ...]]
 
 def _names(config: Config) -> _Found:
     name = config.run.name
-    if name is None:
-        return
+    problem = run_name_problem(name) if name is not None else None
+    if problem is not None:
+        yield "run.name", problem
+
+
+def run_name_problem(name: str) -> str | None:
+    """What is wrong with the name of a run, if anything."""
     allowed = all(c.isascii() and (c.isalnum() or c in "-_.") for c in name)
-    if not name or not allowed or not name[0].isalnum() or len(name) > _RUN_NAME_BYTES_MAX:
-        yield (
-            "run.name",
-            f"{name!r} must have 1 to {_RUN_NAME_BYTES_MAX} letters, digits, '-', '_', '.' "
-            "and begin with a letter or a digit",
-        )
+    if name and allowed and name[0].isalnum() and len(name) <= _RUN_NAME_BYTES_MAX:
+        return None
+    return (
+        f"{name!r} must have 1 to {_RUN_NAME_BYTES_MAX} letters, digits, '-', '_', '.' "
+        "and begin with a letter or a digit"
+    )
 
 
 def _batches(config: Config) -> _Found:

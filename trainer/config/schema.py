@@ -215,6 +215,7 @@ class EvalConfig:
         64,
         "Held-out prompts, over all tasks with a source.holdout; 0 turns evaluation off.",
         ge=0,
+        le=1 << 20,
     )
     rollouts_per_prompt: int = _opt(1, "Rollouts of each.", ge=1)
     temperature: float = _opt(1.0, "Sampling temperature; 0 is greedy.", ge=0)

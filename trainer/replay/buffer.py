@@ -28,18 +28,9 @@ from shmstore import StoreError
 from trainer import snapshot as snapshots
 from trainer.errors import BadGroup, PutTimeout, ReplayError, SnapshotError, TakeTimeout
 from trainer.expiry import Expiry, ExpiryAction, Refreshed
-from trainer.replay import contents
+from trainer.replay import checks, contents
 from trainer.replay.accounts import Accounts
 from trainer.replay.away import Away, name_some
-from trainer.replay.checks import (
-    check_max_bytes,
-    check_need,
-    check_resume,
-    check_step,
-    check_taker,
-    check_timeout,
-    checked_group,
-)
 from trainer.replay.index import Entry, Order, ReplayIndex
 from trainer.replay.waiting import Waiting
 from trainer.rollout import Batch, Group, Status
@@ -81,7 +72,7 @@ class ReplayBuffer:
     ) -> None:
         self.owner = owner
         self.expiry = Expiry.parse(expiry)
-        self.max_bytes = check_max_bytes(max_bytes)
+        self.max_bytes = checks.check_max_bytes(max_bytes)
         self.accounts = Accounts()
         self.train_step = 0
         self._store = store
@@ -115,7 +106,7 @@ class ReplayBuffer:
         what cannot be filed, or was lent as something else; `NotOwner` when a session is not
         `owner`'s; then nothing has changed. `BufferClosed` after `close`.
         """
-        check_timeout(timeout)
+        checks.check_timeout(timeout)
         group = self._readied(group, task, train_step)
         status = self._put_at_once(group, owner)
         if status is not None:
@@ -140,8 +131,7 @@ class ReplayBuffer:
 
     def discard(self, group: Group, *, owner: str) -> None:
         """A producer gives a group up (L21): its sessions end, its rollouts are booked as
-        cancelled. `BadGroup` for one that is in the buffer or with a learner, `NotOwner` for
-        somebody else's; then nothing has changed.
+        cancelled. `BadGroup` for one that it has put, `NotOwner` for somebody else's.
         """
         self._refuse_known(group.uid)
         contents.refuse_foreign(self._store.sessions, group, owner)
@@ -159,7 +149,7 @@ class ReplayBuffer:
         It counts as buffered until the producer puts it again or discards it.
         """
         self._raise_if_closed()
-        check_taker(owner, self.owner)
+        checks.check_taker(owner, self.owner)
         with self._lock:
             entry = self._index.pop(task, status)
             if entry is None:
@@ -190,9 +180,9 @@ class ReplayBuffer:
         `PartFailed` when a part died, `BufferClosed` after `close`.
         """
         self._raise_if_closed()
-        need, train_step = check_need(need), check_step(train_step)
-        check_timeout(timeout)
-        check_taker(owner, self.owner)
+        need, train_step = checks.check_need(need), checks.check_step(train_step)
+        checks.check_timeout(timeout)
+        checks.check_taker(owner, self.owner)
         self.settle(owner)
         await self.refresh(train_step)
         try:
@@ -245,7 +235,7 @@ class ReplayBuffer:
 
     async def refresh(self, train_step: int) -> Refreshed:
         """Expire what is too old at `train_step` (L16); costs what it expires."""
-        train_step = check_step(train_step)
+        train_step = checks.check_step(train_step)
         self.reclaim()
         self.train_step = max(self.train_step, train_step)
         return self._expire(train_step)
@@ -324,9 +314,8 @@ class ReplayBuffer:
         return offered, lost
 
     def close(self) -> int:
-        """Release every session of the buffer, and what has fallen back to it; -> how many. The
-        buffer is empty and stays so: whoever waits for it, or comes later, gets `BufferClosed`.
-        Twice is no error.
+        """Release every session of the buffer; -> how many. It is empty and stays so: whoever waits
+        for it, or comes later, gets `BufferClosed`. Twice is no error.
         """
         self._store.sweep()  # the dead leave to their heir what would look trained when it is gone
         released = self._store.sessions.list(self.owner)
@@ -382,7 +371,7 @@ class ReplayBuffer:
         `order`, `max_bytes` and `expiry` are those of the snapshot unless given. A snapshot that is
         damaged is a `SnapshotError`, and leaves no session behind.
         """
-        given = check_resume(options)
+        given = checks.check_resume(options)
         store.sessions.bind(owner, heir=None)  # a name that cannot be is refused here
         groups, state = await snapshots.read(Path(folder), store, owner=owner)
         try:
@@ -407,11 +396,11 @@ class ReplayBuffer:
     def _readied(self, group: Group, task: str | None, train_step: int | None) -> Group:
         """Checked, and with what the arena says about it."""
         self._raise_if_closed()
-        group = checked_group(group, task)
+        group = checks.checked_group(group, task)
         self._refuse_known(group.uid)
         group = self._away.as_lent(group)
         if train_step is not None:
-            self.train_step = max(self.train_step, check_step(train_step))
+            self.train_step = max(self.train_step, checks.check_step(train_step))
         group = contents.described(self._traces, self._store.sessions, group)
         if group.status in _FILED:
             group = group.evolve(nbytes=self._store.sessions.nbytes(group.session_ids))
@@ -452,10 +441,7 @@ class ReplayBuffer:
 
     def _refuse_known(self, uid: str) -> None:
         if uid in self._index or self._away.is_taken(uid):
-            raise BadGroup(
-                f"group {uid!r} is in the buffer already, or with a learner; each uid is put once, "
-                "or given up instead"
-            )
+            raise BadGroup(f"group {uid!r} is in the buffer already, or a learner has taken it")
 
     def _end_at_put(self, group: Group, status: Status, owner: str) -> None:
         """FAILED and FILTERED groups: counted, then released; never filed (L09)."""

@@ -86,6 +86,7 @@ class Driver:
         self._moved = moved
         self._clock = _Clock(time.perf_counter())
         self._evaluated: dict[str, float] = {}
+        self._evaluated_on: list[Prompt] = []  # made once
         self._use: dict[str, EngineUse] = {}
         self._use_at_sync: dict[str, EngineUse] = {}
         self._cpu_s = time.process_time()
@@ -220,7 +221,10 @@ class Driver:
 
     async def _evaluate(self) -> None:
         config = self._config.eval
-        prompts = held_out_prompts(self._held_out, config.prompts)
+        if not self._evaluated_on:
+            note = self._display.note
+            self._evaluated_on = held_out_prompts(self._held_out, config.prompts, note)
+        prompts = self._evaluated_on
         if not prompts:  # turned off, or no task holds anything out
             return
         self._display.phase("evaluate", 0, len(prompts))
@@ -306,11 +310,17 @@ class Driver:
         return found
 
 
-def held_out_prompts(sources: Sequence[PromptSource], count: int) -> list[Prompt]:
-    """The same `count` prompts each time, spread evenly over the tasks."""
+def held_out_prompts(
+    sources: Sequence[PromptSource], count: int, say: Callable[[str], None]
+) -> list[Prompt]:
+    """The same `count` prompts each time, spread evenly over the tasks; it is said when there are
+    fewer: a mean reward over a handful is noise.
+    """
     prompts: list[Prompt] = []
     for index, source in enumerate(sources):
         share = count // len(sources) + (index < count % len(sources))
         size = source.size
         prompts += [source.prompt(i) for i in range(share if size is None else min(share, size))]
+    if 0 < len(prompts) < count:
+        say(f"evaluating on {len(prompts)} prompts, not {count}: source.holdout holds out no more")
     return prompts

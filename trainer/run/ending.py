@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.ledger import ENDS
-from trainer.run.folder import RunFolder
+from trainer.run.folder import BadRunFolder, RunFolder
 from trainer.run.plot import plot_rewards
 from trainer.run.summary import (
     EXIT_FAILED,
@@ -58,7 +58,10 @@ def not_kept(folder: RunFolder, train_step: int, problems: Sequence[str]) -> str
 
 
 def _going_on(folder: RunFolder) -> str:
-    kept = folder.latest_checkpoint()
+    try:
+        kept = folder.latest_checkpoint()
+    except BadRunFolder as error:  # somebody removed it meanwhile
+        return str(error)
     if kept is None:
         return f"there is no checkpoint, so `shmrl resume {folder.path}` begins again"
     return (

@@ -20,16 +20,18 @@ paths from it.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.config import Config, load, resolved
+from trainer.config.checks import run_name_problem
 from trainer.config.paths import with_absolute_paths
 from trainer.errors import ConfigError
 from trainer.snapshot_folder import to_the_end
@@ -50,6 +52,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._config: Config | None = None
+        self._claimed = False
 
     @classmethod
     def create(cls, config: Config, name: str) -> RunFolder:
@@ -76,8 +79,39 @@ class RunFolder:
         """An existing run. A bare name is looked for in ./runs as well. Raises BadRunFolder."""
         for candidate in (Path(path), Path("runs") / path):
             if (candidate / "config.yaml").is_file():
-                return cls(candidate)
+                named = candidate.name not in ("", "..")
+                folder = cls(candidate if named else Path(os.path.abspath(candidate)))
+                if problem := run_name_problem(folder.name):  # it was moved or copied
+                    raise BadRunFolder(
+                        f"{folder.path}: a run is named as its folder, and {problem}; rename it"
+                    )
+                return folder
         raise BadRunFolder(f"{path} is no run folder: it has no config.yaml (nor has runs/{path})")
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """For whoever trains the run: nobody else does meanwhile (BadRunFolder), who would cut the
+        metrics under its hands. The system lets go of the lock with the process, however it ends.
+        Within the block again, it is no error.
+        """
+        if self._claimed:
+            yield
+            return
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks goes without
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise BadRunFolder(
+                        f"{self.path} is being trained by another process; wait for it, or copy "
+                        f"the folder (`shmrl top {self.name}` shows its processes)"
+                    ) from error
+            self._claimed = True
+            yield
+        finally:
+            self._claimed = False
+            os.close(handle)
 
     @property
     def name(self) -> str:
@@ -160,7 +194,9 @@ class RunFolder:
         """
         draft = self.checkpoints / f".{_STEP}{step}.{os.getpid()}.tmp"
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()  # in a run folder that is there: nobody needs half of one
+        # In a run folder that is there: nobody needs half of one.
+        self.checkpoints.mkdir(exist_ok=True)
+        draft.mkdir()
         try:
             yield draft
             await to_the_end(self._keep, draft, self.checkpoints / f"{_STEP}{step}")
@@ -178,13 +214,19 @@ class RunFolder:
         write_atomically(self.checkpoints / _LATEST, final.name + "\n")
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """(step, folder) of the newest whole checkpoint."""
+        """(step, folder) of the newest whole checkpoint. Raises BadRunFolder when it is gone."""
         marker = self.checkpoints / _LATEST
-        if marker.is_file():
-            name = marker.read_text(encoding="utf-8").strip()
-            if name.startswith(_STEP) and (self.checkpoints / name).is_dir():
-                return int(name.removeprefix(_STEP)), self.checkpoints / name
-        return None
+        if not marker.is_file():
+            return None
+        name = marker.read_text(encoding="utf-8", errors="backslashreplace").strip()
+        found = [each for each in self._all_checkpoints() if each[1].name == name]
+        if not found:
+            there = ", ".join(path.name for _, path in self._all_checkpoints()) or "none"
+            raise BadRunFolder(
+                f"{marker} names {name!r}, which is no checkpoint there; there are: {there}; write "
+                "the name of one into it, or remove it to begin again"
+            )
+        return found[0]
 
     def prune_checkpoints(self, keep: int) -> None:
         """Removes all but the newest `keep`, never the one that `latest` names, and stale
@@ -217,14 +259,14 @@ class RunFolder:
         if not self.metrics_file.is_file():
             return
         kept = []
-        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+        for line in self.metrics_file.read_bytes().split(b"\n"):
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
+                at = json.loads(line.decode())["train_step"]
+            except (ValueError, LookupError, TypeError):
                 continue  # the last line of a killed run may be torn
-            if int(record.get("train_step", 0)) <= step:
+            if isinstance(at, int | float) and at <= step:
                 kept.append(line)
-        write_atomically(self.metrics_file, "".join(f"{line}\n" for line in kept))
+        write_atomically(self.metrics_file, b"".join(line + b"\n" for line in kept).decode())
 
 
 def default_run_name(config_path: Path) -> str:

@@ -62,9 +62,20 @@ def open_sources(config: Config, *, held_out: bool) -> list[PromptSource]:
 async def open_dispatcher(
     config: Config, store: Store, checkpoint: Checkpoint | None
 ) -> Dispatcher:
-    """Buffer, prompts and books: new ones, or those of the checkpoint."""
+    """Buffer, prompts and books: new ones, or those of the checkpoint. An error leaves no
+    session.
+    """
+    buffer = await _open_buffer(config, store, checkpoint)
+    try:
+        return _dispatcher(config, buffer, checkpoint)
+    except BaseException:
+        buffer.close()
+        raise
+
+
+def _dispatcher(config: Config, buffer: ReplayBuffer, checkpoint: Checkpoint | None) -> Dispatcher:
     dispatcher = Dispatcher(
-        await _open_buffer(config, store, checkpoint),
+        buffer,
         PromptSampler(
             {s.name: s for s in open_sources(config, held_out=False)},
             seed=config.run.seed,

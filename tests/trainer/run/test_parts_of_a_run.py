@@ -17,9 +17,10 @@ import trainer.cli
 from actors import ActorDied
 from shmstore import Store
 from tests.trainer.run.runs import ROOT, TINY
-from trainer.checkpoint import read_checkpoint
+from trainer import snapshot
+from trainer.checkpoint import Checkpoint, read_checkpoint
 from trainer.config import load
-from trainer.errors import EngineError, SnapshotError, SnapshotVersion
+from trainer.errors import ConfigError, EngineError, SnapshotError, SnapshotVersion
 from trainer.fit import _Run
 from trainer.replay import REPLAY_OWNER
 from trainer.run.display import QuietDisplay
@@ -32,9 +33,10 @@ from trainer.run.learner_actor import (
     to_bytes,
 )
 from trainer.run.learner_link import LearnerLink, StateLost
-from trainer.run.opening import open_sources
+from trainer.run.opening import open_dispatcher, open_sources
 from trainer.run.producer_link import ProducerLink
 from trainer.run.summary import Summary
+from trainer.run.wiring import PRODUCER_OWNER
 from trainer.testing import store_group
 from trainer.trace import TraceStore
 
@@ -119,7 +121,8 @@ async def test_a_mixture_that_holds_nothing_out_trains_without_evaluation() -> N
     assert config.eval.prompts > 0
     assert open_sources(config, held_out=True) == []
     driver = object.__new__(Driver)
-    driver._config, driver._held_out = config, []
+    driver._config, driver._held_out, driver._evaluated_on = config, [], []
+    driver._display = QuietDisplay()
     await driver._evaluate()  # asks no producer: there is none
 
 
@@ -152,7 +155,23 @@ async def test_a_producer_that_cannot_be_prepared_ends_the_learners_start() -> N
     assert ended.is_set()
 
 
-GOOD = {"format": 2, "train_step": 7, "totals": Summary("r").totals()}
+async def test_L27_a_checkpoint_of_other_tasks_is_refused_and_leaves_no_session(
+    store: Store, tmp_path: Path
+) -> None:
+    config = load(TINY)
+    before = await open_dispatcher(config, store, None)
+    group = store_group(TraceStore(store), "g", task=config.tasks[0].name)
+    await before.buffer.put(group, owner=PRODUCER_OWNER)
+    await snapshot.write(before.freeze(), tmp_path / "buffer")
+    before.buffer.close()
+    checkpoint = Checkpoint(1, tmp_path, tmp_path / "buffer", {})
+    with pytest.raises(ConfigError, match="there is no source now"):
+        await open_dispatcher(load(TINY, ["tasks[0].name=other"]), store, checkpoint)
+    assert len(store.sessions) == 0
+
+
+TOTALS = Summary("r").totals()
+GOOD = {"format": 2, "train_step": 7, "totals": TOTALS}
 
 
 @pytest.mark.parametrize(
@@ -164,6 +183,8 @@ GOOD = {"format": 2, "train_step": 7, "totals": Summary("r").totals()}
         "[]",
         json.dumps({**GOOD, "train_step": None}),
         json.dumps({**GOOD, "totals": {"steps": 7}}),
+        json.dumps({**GOOD, "totals": {**TOTALS, "rewards": "0.5"}}),
+        json.dumps({**GOOD, "totals": {**TOTALS, "wall_s": None}}),
     ],
 )
 def test_a_damaged_checkpoint_is_an_error_that_names_the_file(

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import trainer.cli
 import trainer.run.eval_run
+import trainer.run.folder
 from actors.rundir import check_name
 from trainer.config import load
 from trainer.ledger import ENDS
@@ -52,6 +54,31 @@ def test_a_run_is_never_written_over_and_a_folder_without_a_run_is_refused(
         RunFolder.create(folder.config(), "r")
     with pytest.raises(BadRunFolder, match="no run folder"):
         RunFolder.open(tmp_path / "nothing")
+
+
+def test_a_folder_is_found_from_inside_of_it_and_a_name_that_no_run_can_have_is_refused(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.logs)
+    assert RunFolder.open("..").name == "r"
+    monkeypatch.chdir(folder.path)
+    assert RunFolder.open(".").name == "r"
+    for name in ("r (copy)", "r" * 41, "é"):
+        shutil.copytree(folder.path, folder.path.with_name(name))
+        with pytest.raises(BadRunFolder, match=r"a run is named as its folder, .*; rename it"):
+            RunFolder.open(folder.path.with_name(name))
+
+
+def test_a_run_that_is_being_trained_is_not_resumed_beside_and_not_touched(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.metrics_file.write_text('{"train_step": 9}\n')
+    with folder.claimed(), folder.claimed():
+        assert trainer.cli.main(["resume", str(folder.path), "--quiet"]) == 2
+    assert "is being trained by another process; wait" in capsys.readouterr().err
+    assert folder.metrics_file.read_text() == '{"train_step": 9}\n'
+    with RunFolder.open(folder.path).claimed():
+        pass
 
 
 def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(
@@ -96,6 +123,28 @@ async def test_L24_a_kill_between_rename_and_marker_leaves_the_marked_one(
     assert folder.latest_checkpoint() == (20, folder.checkpoints / "step-20")
 
 
+@pytest.mark.parametrize("marker", [b"step-12\n", b"", b"\xff\xfe", b"step-x", b"../step-10"])
+async def test_a_marker_of_a_checkpoint_that_is_gone_is_told_and_nothing_begins_again_unasked(
+    folder: RunFolder, marker: bytes
+) -> None:
+    await checkpoint(folder, 10)
+    (folder.checkpoints / "step-x").mkdir()
+    (folder.checkpoints / "latest").write_bytes(marker)
+    with pytest.raises(BadRunFolder, match="no checkpoint there; there are: step-10; write"):
+        folder.latest_checkpoint()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert "there are: step-10" in failed(folder, full), "nothing hides how a run ended"
+
+
+async def test_a_run_whose_checkpoints_were_removed_begins_again_and_keeps_new_ones(
+    folder: RunFolder,
+) -> None:
+    shutil.rmtree(folder.checkpoints)
+    assert folder.latest_checkpoint() is None
+    await checkpoint(folder, 10)
+    assert folder.latest_checkpoint() == (10, folder.checkpoints / "step-10")
+
+
 async def test_pruning_keeps_the_newest_and_the_marked_checkpoint(folder: RunFolder) -> None:
     for step in (9, 10, 11, 100):
         await checkpoint(folder, step)
@@ -134,6 +183,10 @@ def test_metrics_skip_what_is_no_number_and_survive_a_torn_last_line(folder: Run
     folder.keep_metrics_through(3)
     kept = [json.loads(line) for line in folder.metrics_file.read_text().splitlines()]
     assert [r["train_step"] for r in kept] == [1, 2, 3]
+    whole = folder.metrics_file.read_bytes()
+    folder.metrics_file.write_bytes(b'\xff\n[1]\n{"train_step": null}\n' + whole[:-1])
+    folder.keep_metrics_through(3)
+    assert folder.metrics_file.read_bytes() == whole, "its last line ends, for the next to follow"
 
 
 def test_tensorboard_shows_each_step_once_after_a_run_went_back(folder: RunFolder) -> None:
@@ -381,6 +434,42 @@ def test_families_of_metrics_are_described_and_unknown_names_are_not() -> None:
 )
 def test_the_default_name_of_a_run_is_one_that_the_runtime_takes(file: str) -> None:
     check_name("the name of a run", default_run_name(Path(file)))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("prompts", "0"),
+        ("prompts", "-1"),
+        ("prompts", "9" * 14),
+        ("prompts", "few"),
+        ("temperature", "nan"),
+        ("temperature", "-1"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_meant_is_refused_before_anything_starts(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        trainer.cli.main(["eval", str(folder.path), f"--{option}={value}"])
+    assert f"argument --{option}: '{value}' is no " in capsys.readouterr().err
+
+
+def test_a_run_whose_disk_is_full_or_read_only_is_not_resumed_and_says_so(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.metrics_file.write_text("{}\n")
+
+    def full(path: Path, _: str) -> None:
+        if path.name == refused:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(trainer.run.folder, "write_atomically", full)
+    for refused, status in (("config.yaml", 2), ("metrics.jsonl", 1)):
+        assert trainer.cli.main(["resume", str(folder.path), "--quiet"]) == status
+        said = capsys.readouterr().err
+        assert f"[Errno 28] No space left on device: '{folder.path / refused}'" in said
+        assert "make room there" in said
 
 
 def test_an_evaluation_in_which_every_rollout_failed_ends_with_1(

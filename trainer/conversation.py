@@ -262,6 +262,7 @@ class Conversation:
         None when the arena has no room, or a mate waits for room for their prompt: then
         `finish_later`.
         """
+        self._forget_request()
         return self._end_turn(self._path.checked(generation))
 
     async def finish_later(self) -> Turn:

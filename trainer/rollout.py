@@ -27,6 +27,7 @@ from msgspec.structs import force_setattr, replace
 from numpy.typing import NDArray
 
 from trainer.errors import BadGroup, BadSegment
+from trainer.json_values import text_problem
 from trainer.members import Members
 
 if TYPE_CHECKING:
@@ -221,13 +222,18 @@ class Group(msgspec.Struct, frozen=True):
     @property
     def status(self) -> Status:
         """The first of FAILED, ABORTED, EXPIRED, FILTERED that any member has, else COMPLETED."""
+        for rollout in self.rollouts:
+            if rollout.status is not Status.COMPLETED:
+                break
+        else:  # as nearly always, and it is asked often
+            return Status.COMPLETED
         present = {rollout.status for rollout in self.rollouts}
         return next((status for status in _PRECEDENCE if status in present), Status.COMPLETED)
 
     @property
     def session_ids(self) -> tuple[str, ...]:
         """Sessions of the members in order, each once."""
-        return tuple(dict.fromkeys(rollout.session_id for rollout in self.rollouts))
+        return tuple(dict.fromkeys([rollout.session_id for rollout in self.rollouts]))
 
     @property
     def n_tokens(self) -> int:
@@ -251,8 +257,8 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def _check_uid(what: str, uid: object) -> None:
-    if not isinstance(uid, str):
-        raise BadGroup(f"the uid of a {what} is {uid!r:.100}; give a text")
+    if uid is not None and not isinstance(uid, str):
+        raise BadGroup(f"{what} {uid!r:.100}: {text_problem(uid, 'its uid')}; or leave it out")
 
 
 def as_carried(group: Group) -> tuple[Rollout, ...]:

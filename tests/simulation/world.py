@@ -43,13 +43,13 @@ from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import PauseReport, Producer
 from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
-from trainer.rollout import Batch, Group, Prompt, Status, Trace
+from trainer.rollout import Batch, Group, Prompt, Trace
 from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_schedule
 from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
 from trainer.testing import run_virtual
 from trainer.trace import TraceStore
-from trainer.work import DispatchConfig, Work
+from trainer.work import DispatchConfig, HandedIn, Work
 
 LEARNER = "learner"
 _ENVIRONMENTS: dict[str, Environment] = {
@@ -139,7 +139,7 @@ class _Wire:
     async def let_go(self, owner: str) -> None:
         await self._call("let_go", owner)
 
-    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status]:
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[HandedIn]:
         return await self._call("put_all", groups, owner=owner)  # type: ignore[no-any-return]
 
     async def cancel(self, group: Group, *, owner: str) -> int:

@@ -144,9 +144,7 @@ class Driver:
         )
 
     async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
-        """One step in the learner's process, with the numbers of its batch and its time; the
-        schedule's learner part.
-        """
+        """One step in the learner's process, with its time; the schedule's learner part."""
         if self._wants(self._config.metrics.trajectories_every, train_step):
             try:
                 await write_trajectories(self._folder, train_step, batch, self._parts.store)
@@ -158,15 +156,7 @@ class Driver:
         clock, self._clock = self._clock, _Clock(now)
         self._moved(f"step {train_step} was trained")
         self.train_step = train_step
-        found = step_metrics.batch_metrics(batch, train_step, len(self._config.tasks))
-        # At once, so that a checkpoint of this step has it.
-        self._summary.add_step(
-            found.get("reward", math.nan),  # none was scored since the last batch
-            found["tokens_generated"],
-            found["tokens_trained"],
-        )
-        found["step_s"] = now - clock.began - clock.aside_s
-        return {**found, **step_metrics.learner_metrics(done.metrics)}
+        return {**done.metrics, "step_s": now - clock.began - clock.aside_s}
 
     async def _sync(self, model_step: int, mode: SyncMode) -> None:
         """New weights into every engine (lifecycle L20), which then need no older ones."""
@@ -297,7 +287,13 @@ class Driver:
             engines=self._parts.producer.n_engines,
             overlap=self._config.schedule.name == "async",
         )
-        found = dict(report.metrics)
+        found = step_metrics.batch_metrics(report.batch, report.train_step, len(self._config.tasks))
+        self._summary.add_step(
+            found.get("reward", math.nan),  # none was scored since the last batch
+            found["tokens_generated"],
+            found["tokens_trained"],
+        )
+        found |= step_metrics.learner_metrics(report.metrics)
         found |= step_metrics.speed_metrics(times, found, use)
         found |= step_metrics.arena_metrics(self._parts.store.stats())
         found["model_step"] = float(self._model_step)

@@ -23,7 +23,7 @@ from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import Producer
 from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
-from trainer.rollout import IGNORE_LABEL, Batch, Prompt, Rollout, Status, Trace
+from trainer.rollout import IGNORE_LABEL, Batch, Group, Prompt, Rollout, Status, Trace
 from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
 from trainer.testing import store_group
@@ -57,7 +57,7 @@ class SubmittedEngine(ScriptedEngine):
         self, requests: Sequence[GenerateRequest], answered: Callable[[Answers], None]
     ) -> None:
         for request in requests:
-            task = asyncio.get_running_loop().create_task(self.generate(request))
+            task = asyncio.get_running_loop().create_task(super().generate(request))
             self._tasks[request.request_id] = task
             task.add_done_callback(partial(self._ended, request, answered))
 
@@ -210,6 +210,30 @@ async def filled_buffer(store: Store, traces: TraceStore, n: int = 4) -> ReplayB
         group = store_group(traces, f"g{i}", model_step=3 - i % 2, status=status)
         await buffer.put(group, owner="producer-0", train_step=4)
     return buffer
+
+
+async def put(buffer: ReplayBuffer, traces: TraceStore, uid: str, **options: Any) -> Status:
+    """A stored group of that uid, by `producer-0` at step 1; `options` as of `store_group`."""
+    group = store_group(traces, uid, **options)
+    return await buffer.put(group, owner="producer-0", train_step=1)
+
+
+async def begins(waiting: Any) -> asyncio.Task[Any]:
+    """A task that has come to its first wait."""
+    task = asyncio.create_task(waiting)
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+async def waits_for_room(
+    buffer: ReplayBuffer, traces: TraceStore
+) -> tuple[Group, asyncio.Task[Status]]:
+    """A group that a full buffer keeps waiting, and its put."""
+    await put(buffer, traces, "first")
+    buffer.max_bytes = 1
+    group = store_group(traces, "late")
+    return group, await begins(buffer.put(group, owner="producer-0"))
 
 
 def check_trace(made: Desk, rollout: Rollout) -> Trace:

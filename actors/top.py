@@ -43,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one snapshot as JSON and end")
     parser.add_argument("--once", action="store_true", help="print one table and end")
-    parser.add_argument("--interval", type=float, default=_INTERVAL_S, metavar="S")
+    parser.add_argument(
+        "--interval", type=float, default=_INTERVAL_S, metavar="S", help="between two tables"
+    )
     args = parser.parse_args(argv)
     try:
         if args.json:

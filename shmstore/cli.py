@@ -63,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     command("stat", _stat, "what an arena holds").add_argument("name")
     top = command("top", _top, "what an arena holds, refreshed until Ctrl-C")
     top.add_argument("name")
-    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
+    top.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two tables"
+    )
     top.add_argument(
         "--count", type=int, metavar="N", help="stop after N (default: never; with --json: 1)"
     )

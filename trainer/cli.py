@@ -131,6 +131,10 @@ def _is_ours(error: Exception) -> bool:
     return any(m is not None and isinstance(error, vars(m)[name]) for m, name in modules)
 
 
+_RUN_HELP = "run folder, or its name below runs/"
+_JSON_HELP = "end with one line of JSON on stdout"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shmrl",
@@ -142,11 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train from a configuration file")
-    train.add_argument("config", type=Path, metavar="CONFIG")
+    train.add_argument("config", type=Path, metavar="CONFIG", help="YAML file (docs/config.md)")
     train.set_defaults(command=_train)
 
     resume = commands.add_parser("resume", help="go on with a run from its latest checkpoint")
-    resume.add_argument("run", metavar="RUN", help="run folder, or its name below runs/")
+    resume.add_argument("run", metavar="RUN", help=_RUN_HELP)
     resume.set_defaults(command=_resume)
 
     for sub in (train, resume):
@@ -159,13 +163,13 @@ def _parser() -> argparse.ArgumentParser:
             dest="overrides",
             help="change fields of the configuration (docs/config.md); may be repeated",
         )
-        sub.add_argument("--json", action="store_true", help="end with one line of JSON on stdout")
+        sub.add_argument("--json", action="store_true", help=_JSON_HELP)
         sub.add_argument("--quiet", action="store_true", help="no table, no progress")
 
     evaluate = commands.add_parser(
         "eval", help="evaluate a run's latest checkpoint on held-out prompts"
     )
-    evaluate.add_argument("run", metavar="RUN")
+    evaluate.add_argument("run", metavar="RUN", help=_RUN_HELP)
     evaluate.add_argument("--step", type=int, help="the checkpoint of this train step")
     evaluate.add_argument(
         "--prompts",
@@ -179,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="T",
         help="0 or more; 0 is greedy (default: eval.temperature)",
     )
-    evaluate.add_argument("--json", action="store_true")
+    evaluate.add_argument("--json", action="store_true", help=_JSON_HELP)
     evaluate.set_defaults(command=_eval)
 
     doctor = commands.add_parser(
@@ -189,11 +193,11 @@ def _parser() -> argparse.ArgumentParser:
         "found, and is still there (debris without --clean, an arena that is unsound).",
     )
     doctor.add_argument("--clean", action="store_true", help="remove arenas without a live process")
-    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--json", action="store_true", help="one JSON document on stdout")
     doctor.set_defaults(command=_doctor)
 
     node = commands.add_parser("node", help="join a run as another host (not available yet)")
-    node.add_argument("--join", metavar="tcp://HEAD:PORT")
+    node.add_argument("--join", metavar="tcp://HEAD:PORT", help="where the run's head listens")
     node.set_defaults(command=_node)
 
     for name, text in (

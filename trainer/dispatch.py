@@ -19,15 +19,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shmstore import StoreError
 from trainer import snapshot as snapshots
-from trainer.errors import BadGroup, EndOfData, PartFailed, StalenessError
+from trainer.errors import BadGroup, EndOfData, PartFailed, StalenessError, TrainerError
 from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
 from trainer.replay.away import name_some
 from trainer.replay.checks import check_step
 from trainer.rollout import Batch, Group, Status
 from trainer.shares import TaskMix, TaskShares
-from trainer.work import DispatchConfig, Work
+from trainer.work import DispatchConfig, HandedIn, Work
 
 __all__ = ["DispatchConfig", "Dispatcher", "Work"]
 
@@ -114,26 +115,23 @@ class Dispatcher:
         group = self._as_drawn(group, owner)
         return self._put(group, await self.buffer.put(group, owner=owner, timeout=timeout))
 
-    async def put_all(self, groups: Sequence[Group], *, owner: str) -> list[Status | None]:
-        """`put` for each; of several, None for one that would have to wait for room: nothing has
-        become of it, and it is put alone, so that the others' producer hears of them at once.
-
-        Raises the first error when all have ended.
+    async def put_all(
+        self, groups: Sequence[Group], *, owner: str, carried: bool = False
+    ) -> list[HandedIn]:
+        """`put` for each, and each hears of its own group: what refused one keeps no other back. Of
+        several, one that would have to wait for room is put alone, so that the others' producer
+        hears of them at once. `carried`: they came in a message, which has checked their members.
         """
-        if len(groups) == 1:
-            return [await self.put(groups[0], owner=owner)]
-        statuses: list[Status | None] = []
-        errors: list[Exception] = []
+        outcomes: list[HandedIn] = []
         for group in groups:
             try:
-                group = self._as_drawn(group, owner)
-                status = self.buffer.put_at_once(group, owner=owner)
-                statuses.append(status if status is None else self._put(group, status))
-            except Exception as error:  # raised below: it is no reason to keep the others back
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return statuses
+                if len(groups) == 1:
+                    outcomes.append(await self.put(group, owner=owner))
+                else:
+                    outcomes.append(self._put_at_once(group, owner, carried))
+            except (TrainerError, StoreError) as error:
+                outcomes.append(error)
+        return outcomes
 
     async def cancel(self, group: Group, *, owner: str) -> int:
         """Give a drawn group up (L21): sessions released, rollouts booked; -> how many. Twice is no
@@ -209,8 +207,14 @@ class Dispatcher:
             self.model_step = max(self.model_step, check_step(model_step))
         if train_step is not None:
             self.train_step = max(self.train_step, check_step(train_step))
+            self.buffer.settle_all()  # what is booked as trained is not looked for as fallen
             await self.buffer.refresh(self.train_step)
         self._wake()
+
+    def prepare(self) -> None:
+        """Make the prompts of a batch ahead; for moments in which nobody waits for this loop."""
+        for task, n in self.mix.split(self.train_step, self.config.batch_groups).items():
+            self.sampler.prepare(task, n)
 
     def owner_died(self, owner: str) -> int:
         """A producer or learner is gone (L07, L12): its prompts go out again, its batch is offered
@@ -306,6 +310,11 @@ class Dispatcher:
                 f"group {group.uid!r} is of task {group.task!r}, but was drawn of {work.task!r}"
             )
         return self._fail_stragglers(group)
+
+    def _put_at_once(self, group: Group, owner: str, carried: bool) -> Status | None:
+        group = self._as_drawn(group, owner)
+        status = self.buffer.put_at_once(group, owner=owner, carried=carried)
+        return status if status is None else self._put(group, status)
 
     def _put(self, group: Group, status: Status) -> Status:
         """It is in the buffer, or has ended."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
@@ -102,20 +103,25 @@ class Expiry:
         It expires when its oldest token has staleness `>= (m + 1) * s`, and when its newest
         trainable token is older than `max_token_staleness`, because then none is left.
         """
-        if rollout.model_step_min is None or rollout.model_step_max is None:
-            return None
-        deadlines = []
-        if self.max_staleness is not None:
-            limit = (self.max_staleness + 1) * self.sync_interval
-            deadlines.append(rollout.model_step_min + 1 + limit)
-        if self.max_token_staleness is not None:
-            deadlines.append(rollout.model_step_max + 2 + self.max_token_staleness)
-        return min(deadlines, default=None)
+        return self._deadline((rollout,))
 
     def group_deadline(self, group: Group) -> int | None:
         """The first train step at which some member is expired."""
-        found = (self.rollout_deadline(rollout) for rollout in group.rollouts)
-        return min((deadline for deadline in found if deadline is not None), default=None)
+        return self._deadline(group.rollouts)
+
+    def _deadline(self, rollouts: Sequence[Rollout]) -> int | None:
+        """Of the first of them."""
+        deadlines = []
+        if self.max_staleness is not None:
+            oldest = [r.model_step_min for r in rollouts if r.model_step_min is not None]
+            if oldest:
+                limit = (self.max_staleness + 1) * self.sync_interval
+                deadlines.append(min(oldest) + 1 + limit)
+        if self.max_token_staleness is not None:
+            newest = [r.model_step_max for r in rollouts if r.model_step_max is not None]
+            if newest:
+                deadlines.append(min(newest) + 2 + self.max_token_staleness)
+        return min(deadlines, default=None)
 
     def cut_stale(self, group: Group, train_step: int) -> tuple[Group, tuple[Rollout, ...]]:
         """The group with its stale members cut back to the prompt, and those members as they

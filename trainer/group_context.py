@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from trainer.engine.protocol import (
     Engine,
-    GenerateRequest,
-    Generation,
     SamplingParams,
     Submits,
     Tokenizer,
@@ -52,7 +50,7 @@ class GroupContext:
     Their first segment is stored once, by the member that knows its routing first, and what they
     all say is encoded once. `lack_prompt`: the sessions that lack that segment and will get it;
     `fresh`: no member has a record of an earlier attempt. `opening`: all that a member says; None
-    when an environment has to run.
+    when an environment has to run. `submits`: the engine, if it answers by a call.
     """
 
     __slots__ = (
@@ -69,7 +67,7 @@ class GroupContext:
         "prompt",
         "prompt_tokens",
         "storing",
-        "submit",
+        "submits",
         "tokenizer",
         "traces",
     )
@@ -101,7 +99,7 @@ class GroupContext:
         self.lack_prompt = tuple(lack_prompt)
         self.fresh = fresh
         self.opening = opening
-        self.submit = _submitting(engine)
+        self.submits = cast(Submits, engine) if _submits(type(engine)) else None
         self.prompt_tokens: Tokens | None = None  # once the segment is stored
         self.storing = asyncio.Lock()
         self._encoded: tuple[str, Tokens] | None = None
@@ -120,14 +118,13 @@ class GroupContext:
         return self.tokenizer.apply_chat_template(content)  # type: ignore[arg-type]
 
 
-def _submitting(engine: Engine) -> Callable[[GenerateRequest], asyncio.Future[Generation]] | None:
-    """`Submits.submit`; None of an engine that knows no other way than to be awaited."""
-    return cast(Submits, engine).submit if _submits(type(engine)) else None
-
-
 @functools.cache
 def _submits(kind: type) -> bool:
-    return issubclass(kind, Submits)  # to look at a protocol costs 20 µs
+    """Whether it has `submit`, and no class that overrides `generate` without it."""
+    if not issubclass(kind, Submits):  # to look at a protocol costs 20 µs
+        return False
+    newest = next(one for one in kind.__mro__ if {"generate", "submit"} & one.__dict__.keys())
+    return "submit" in newest.__dict__
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:

@@ -17,7 +17,7 @@ from typing import Protocol
 from trainer.group_context import Gate
 from trainer.pending import PendingGroup, ProducerConfig, ProducerParts
 from trainer.rollout import Group, Status
-from trainer.work import Work
+from trainer.work import HandedIn, Work
 
 __all__ = ["Desk", "PauseReport", "Producer", "ProducerReport"]
 
@@ -33,7 +33,7 @@ class Desk(Protocol):
 
     async def let_go(self, owner: str) -> None: ...
 
-    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status | None]: ...
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[HandedIn]: ...
 
     async def cancel(self, group: Group, *, owner: str) -> int: ...
 
@@ -66,6 +66,7 @@ class ProducerReport:
     response_tokens: int = 0
     cancelled_rollouts: int = 0
     in_production: int = 0
+    #: Asked of the engine and not answered yet.
     requests_running: int = 0
     errors: dict[str, int] = field(default_factory=dict)
 
@@ -96,7 +97,7 @@ class Producer:
         self._resumed.set()
         self._changed = asyncio.Event()
         self._groups: dict[asyncio.Task[None], PendingGroup] = {}
-        self._finished: list[tuple[Group, asyncio.Future[Status | None]]] = []  # not sent yet
+        self._finished: list[tuple[Group, asyncio.Future[HandedIn]]] = []  # not sent yet
         self._senders: set[asyncio.Task[None]] = set()
         self._report = ProducerReport()
         self._failure: BaseException | None = None
@@ -248,14 +249,16 @@ class Producer:
         """Groups that end in the same turn of the loop go to the desk in one call; one that has to
         wait for room then goes alone.
         """
-        status = await self._hand_in_with_others(group)
-        while status is None:
-            (status,) = await self._dispatcher.put_all([group], owner=self.owner)
-        return status
+        outcome = await self._hand_in_with_others(group)
+        while outcome is None:
+            (outcome,) = await self._dispatcher.put_all([group], owner=self.owner)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-    async def _hand_in_with_others(self, group: Group) -> Status | None:
+    async def _hand_in_with_others(self, group: Group) -> HandedIn:
         loop = asyncio.get_running_loop()
-        handed_in: asyncio.Future[Status | None] = loop.create_future()
+        handed_in: asyncio.Future[HandedIn] = loop.create_future()
         self._finished.append((group, handed_in))
         if len(self._finished) == 1:
             sender = loop.create_task(self._send_finished())
@@ -267,15 +270,15 @@ class Producer:
         finished, self._finished = self._finished, []
         try:
             groups = [group for group, _ in finished]
-            statuses = await self._dispatcher.put_all(groups, owner=self.owner)
-        except Exception as error:  # the desk is gone, or refused: each group's task says so
+            outcomes = await self._dispatcher.put_all(groups, owner=self.owner)
+        except Exception as error:  # the desk is gone: each group's task says so
             for _, handed_in in finished:
                 if not handed_in.done():
                     handed_in.set_exception(error)
             return
-        for (_, handed_in), status in zip(finished, statuses, strict=True):
+        for (_, handed_in), outcome in zip(finished, outcomes, strict=True):
             if not handed_in.done():
-                handed_in.set_result(status)
+                handed_in.set_result(outcome)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._groups[task]

@@ -152,6 +152,7 @@ class PromptSampler:
         self._seed = seed
         self._epochs = epochs if isinstance(epochs, Mapping) else dict.fromkeys(sources, epochs)
         self._tasks = {task: _TaskState() for task in sources}
+        self._made: dict[tuple[str, int], Prompt] = {}
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -179,10 +180,9 @@ class PromptSampler:
         if not state.returned and self.remaining(task) == 0:
             return None
         ordinal = state.returned[0] if state.returned else state.position
-        prompt = self._prompt(task, ordinal)  # a source may raise: nothing has changed yet
-        problem = prompt_problem(prompt)
-        if problem is not None:
-            raise ConfigError(f"prompt {ordinal} of task {task!r}: {problem}")
+        prompt = self._made.pop((task, ordinal), None)
+        if prompt is None:
+            prompt = self._prompt(task, ordinal)  # a source may raise: nothing has changed yet
         if state.returned:
             state.returned.popleft()
         else:
@@ -190,6 +190,20 @@ class PromptSampler:
         attempt = state.attempts.pop(ordinal, 0)
         state.out[ordinal] = _Out(owner, attempt)
         return DrawnPrompt(f"{task}-{ordinal}", task, prompt, attempt)
+
+    def prepare(self, task: str, n: int) -> None:
+        """Make the next `n` new prompts of `task`, so that drawing them costs nothing; they are
+        not drawn by that.
+        """
+        state, left = self._tasks[task], self.remaining(task)
+        if left is not None:
+            n = min(n, left - len(state.returned))
+        for ordinal in range(state.position, state.position + n):
+            if (task, ordinal) not in self._made:
+                try:
+                    self._made[task, ordinal] = self._prompt(task, ordinal)
+                except Exception:  # who draws it hears of it: nobody asks for anything here
+                    return
 
     def settle(self, ticket: str) -> bool:
         """The prompt of `ticket` came to an end or is kept by the buffer; -> whether it was under
@@ -271,13 +285,18 @@ class PromptSampler:
         return task, int(ordinal)
 
     def _prompt(self, task: str, ordinal: int) -> Prompt:
+        """Made by its source; `ConfigError` when it holds what a snapshot could not keep."""
         source = self._sources[task]
-        if source.size is None:
-            return source.prompt(ordinal)
-        epoch, place = divmod(ordinal, source.size)
-        if self._seed is None:
-            return source.prompt(place)
-        return source.prompt(_shuffled(source.size, f"{self._seed}/{task}/{epoch}")[place])
+        place = ordinal
+        if source.size is not None:
+            epoch, place = divmod(ordinal, source.size)
+            if self._seed is not None:
+                place = _shuffled(source.size, f"{self._seed}/{task}/{epoch}")[place]
+        prompt = source.prompt(place)
+        problem = prompt_problem(prompt)
+        if problem is not None:
+            raise ConfigError(f"prompt {ordinal} of task {task!r}: {problem}")
+        return prompt
 
 
 class _Out:

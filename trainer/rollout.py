@@ -27,6 +27,7 @@ from msgspec.structs import force_setattr, replace
 from numpy.typing import NDArray
 
 from trainer.errors import BadGroup, BadSegment
+from trainer.json_values import text_problem
 from trainer.members import Members
 
 if TYPE_CHECKING:
@@ -221,13 +222,18 @@ class Group(msgspec.Struct, frozen=True):
     @property
     def status(self) -> Status:
         """The first of FAILED, ABORTED, EXPIRED, FILTERED that any member has, else COMPLETED."""
+        for rollout in self.rollouts:
+            if rollout.status is not Status.COMPLETED:
+                break
+        else:  # as nearly always, and it is asked often
+            return Status.COMPLETED
         present = {rollout.status for rollout in self.rollouts}
         return next((status for status in _PRECEDENCE if status in present), Status.COMPLETED)
 
     @property
     def session_ids(self) -> tuple[str, ...]:
         """Sessions of the members in order, each once."""
-        return tuple(dict.fromkeys(rollout.session_id for rollout in self.rollouts))
+        return tuple(dict.fromkeys([rollout.session_id for rollout in self.rollouts]))
 
     @property
     def n_tokens(self) -> int:
@@ -251,8 +257,8 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def _check_uid(what: str, uid: object) -> None:
-    if not isinstance(uid, str):
-        raise BadGroup(f"the uid of a {what} is {uid!r:.100}; give a text")
+    if uid is not None and not isinstance(uid, str):
+        raise BadGroup(f"{what} {uid!r:.100}: {text_problem(uid, 'its uid')}; or leave it out")
 
 
 def as_carried(group: Group) -> tuple[Rollout, ...]:
@@ -339,7 +345,19 @@ class Segment(msgspec.Struct, frozen=True, eq=False):
             and ids.strides == labels.strides == logp.strides == steps.strides == _WITHOUT_GAPS
         ):
             self._convert_columns()
-        self._check_routing(self.token_ids.size)
+        routed, n = self.routed_experts, self.token_ids.size
+        if (
+            type(routed) is np.ndarray
+            and self.routed_before is None
+            and self.n_routed < 0
+            and (routed.dtype is _UINT8 or routed.dtype is _UINT16)
+            and routed.ndim == 3
+            and n - 1 <= len(routed) <= n
+            and routed.flags.c_contiguous
+        ):
+            force_setattr(self, "n_routed", len(routed))
+        else:
+            self._check_routing(n)
 
     def _convert_columns(self) -> None:
         n = np.size(self.token_ids)

@@ -27,7 +27,6 @@ from trainer.engine.protocol import SyncMode
 from trainer.errors import ConfigError, LearnerLost, LedgerError
 from trainer.producer import PauseReport
 from trainer.rollout import Batch
-from trainer.window import WindowReport
 
 __all__ = [
     "SCHEDULES",
@@ -72,13 +71,13 @@ class Devices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One finished train step. Seconds: waiting for the batch, training, and from the end of that
-    until the engines had the new weights.
+    """One finished train step: its batch, and what the learner said of it. Seconds: waiting for
+    the batch, training, and from the end of that until the engines had the new weights.
     """
 
     train_step: int
     metrics: Mapping[str, float]
-    window: WindowReport
+    batch: Batch
     wait_s: float
     train_s: float
     sync_s: float
@@ -357,13 +356,22 @@ class _Run:
             await self.resume()
         return report, sync_s
 
+    async def others_first(self) -> None:
+        """Returns when whoever was woken before has run, and what they sent is on its way: a
+        producer has its work, then the step is booked, while that is computed.
+        """
+        turn = self._loop.create_future()
+        self._loop.call_soon(turn.set_result, None)
+        await turn
+
     async def finish_step(self, report: StepReport) -> None:
         """Check the books, tell, and then the checkpoint when due: a run that dies right after it
-        resumes behind a step that was told.
+        resumes behind a step that was told. The prompts of a later step are made here, too.
         """
         self.dispatcher.check_books()
         if self.parts.on_step is not None:
             await self.parts.on_step(report)
+        self.dispatcher.prepare()
         every = self.config.checkpoint_every
         if every and report.train_step % every == 0:
             await self.parts.checkpoint(report.train_step)
@@ -376,7 +384,7 @@ async def _run_async(run: _Run) -> None:
     for step in run.steps:
         batch, wait_s = await run.take(step)
         metrics, train_s, batch = await run.train(step, batch)
-        report = StepReport(step, metrics, batch.report, wait_s, train_s, 0.0)
+        report = StepReport(step, metrics, batch, wait_s, train_s, 0.0)
         await run.settle()
         run.beside(_after_async(run, report))
         if config.sync_mode == "pause" or run.due(step) or run.stopping:
@@ -405,24 +413,26 @@ async def _run_sync(run: _Run) -> None:
         if devices is not None:
             await devices.to_learner()
         metrics, train_s, batch = await run.train(step, batch)
-        _check_no_session_is_left(run)
         started = loop.time()
         if devices is not None:
             await devices.to_engine()
         await run.parts.sync_weights(step, "pause")
         sync_s = loop.time() - started
         await run.evaluate_due(step)
-        report = StepReport(step, metrics, batch.report, wait_s, train_s, sync_s, pause)
+        report = StepReport(step, metrics, batch, wait_s, train_s, sync_s, pause)
         # The checkpoint comes before anything may be drawn for the next step: what a resumed run
         # draws is then exactly what this one does. Without one, production need not wait.
         early = run.due(step)
         if early:
+            _check_no_session_is_left(run)
             await run.finish_step(report)
         await run.dispatcher.set_steps(train_step=step + 1, model_step=step)
         last = step == run.config.steps or run.stopping
         if not last:
             await run.resume()
         if not early:
+            await run.others_first()
+            _check_no_session_is_left(run)
             await run.finish_step(report)
         if last:
             return

@@ -238,13 +238,10 @@ def view(whole: memoryview) -> Columns | None:
     before: Any = None
     if itemsize:
         dtype = _UINT8 if itemsize == 1 else _UINT16
-        routed = np.frombuffer(whole, dtype, n * row, routed_at).reshape(n, layers, top_k)
+        routed = np.ndarray((n, layers, top_k), dtype, whole, routed_at)
         if n_before:
-            before = np.frombuffer(whole, dtype, n_before * row, before_at)
-            before = before.reshape(n_before, layers, top_k)
-    numbers = np.frombuffer(whole, _INT32, 4 * column, at).reshape(4, column)
-    if n & 1:
-        numbers = numbers[:, :n]
+            before = np.ndarray((n_before, layers, top_k), dtype, whole, before_at)
+    numbers: NDArray[np.int32] = np.ndarray((4, n), _INT32, whole, at, (4 * column, 4))
     return Columns(n, numbers, routed, n_routed, before, whole[text_at:text_end])
 
 

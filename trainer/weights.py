@@ -8,16 +8,19 @@ itself, and an engine refuses one that does not fit its model before it changes 
 session that `publish` names keeps the object alive; whoever owns that session releases it when the
 last engine has moved on.
 
-A writer and a reader belong to one model, whose parameters stay where they are in memory: where
-they lie in an object is worked out once, and an object that begins with the same bytes as the one
-before is not read again.
+On the CPU a writer and a reader put the parameters of their model side by side, in one piece of
+memory for each type, in which they lie as in the object: weights are then copied in one go, like
+any other bytes. The parameters stay there. Where they lie in an object is worked out once, and an
+object that begins with the same bytes as the one before is not read again.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +33,9 @@ from trainer.errors import EngineError
 
 __all__ = ["WeightsMismatch", "WeightsReader", "WeightsWriter"]
 
-_ALIGNMENT = 64
+_ALIGNED_ITEMS = 16
+"""Each parameter begins at a multiple of so many items, in the object and in memory."""
+_HEADER_ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _LEAD_BYTES = 128
 """Where the entries of the tensors begin: before them are the header's length and the model step,
@@ -53,54 +58,116 @@ class _Place:
     dtype: torch.dtype
 
 
-class _Cuts:
-    """How an object comes apart into its tensors, in the order of `places`."""
+@dataclass(frozen=True)
+class _Run:
+    """A stretch of a row, from item `first`, and where it lies in an object: its bytes, and the
+    type of its items there.
+    """
 
-    def __init__(self, places: Sequence[_Place], size: int) -> None:
-        self._count = len(places)
-        self._by_type: list[tuple[torch.dtype, list[int], dict[int, int]]] = []
-        """For each type all pieces of the object in items of it, and which of them is a tensor."""
-        for dtype in dict.fromkeys(place.dtype for place in places):
-            sizes: list[int] = []
-            tensors: dict[int, int] = {}
-            at = 0
-            for index in sorted(range(len(places)), key=lambda index: places[index].start):
-                place = places[index]
-                if place.dtype is dtype:
-                    tensors[len(sizes) + 1] = index
-                    sizes += [place.start - at, place.stop - place.start]
-                    at = place.stop
-            sizes.append(size - at)
-            self._by_type.append((dtype, [n // dtype.itemsize for n in sizes], tensors))
+    row: torch.Tensor
+    first: int
+    start: int
+    stop: int
+    dtype: torch.dtype
 
-    def of(self, blob: torch.Tensor) -> list[torch.Tensor]:
-        """One flat view for each tensor."""
-        found = [blob] * self._count
-        for dtype, sizes, tensors in self._by_type:
-            parts = blob.view(dtype).split_with_sizes(sizes)
-            for piece, index in tensors.items():
-                found[index] = parts[piece]
-        return found
+    @property
+    def memory(self) -> torch.Tensor:
+        return self.row[self.first : self.first + (self.stop - self.start) // self.dtype.itemsize]
+
+    def of(self, blob: torch.Tensor) -> torch.Tensor:
+        """The stretch of the object."""
+        return blob[self.start : self.stop].view(self.dtype)
 
 
 class _Parameters:
-    """The parameters of one model, tied ones once."""
+    """The parameters of one model, tied ones once, as rows of memory: on the CPU one for each type,
+    on a device, which could not hold a large row twice, one for each parameter.
+    """
 
     def __init__(self, model: Any) -> None:
-        self.named: dict[str, torch.Tensor] = {
-            name: value.detach() for name, value in model.named_parameters()
-        }
+        self.named: dict[str, torch.Tensor] = dict(model.named_parameters())
         self.device = next(iter(self.named.values())).device
-        self._live = list(model.parameters())
-        self._flat = [value.view(-1) for value in self.named.values()]
+        self.at: dict[str, tuple[torch.Tensor, int]] = {}
+        """The row of each, and its first item there; neighbours follow each other."""
+        for named in _by_type(self.named):
+            if self.device.type == "cpu":
+                self.at.update(_side_by_side(named))
+            else:
+                self.at.update((name, (_alone(value), 0)) for name, value in named.items())
+        self._live = list(self.named.values())
+        self._addresses = [value.data_ptr() for value in self._live]
 
-    def flat(self) -> list[torch.Tensor]:
-        """Each as one row, over the model's own memory."""
-        moved = [
-            a for a, b in zip(self._live, self._flat, strict=True) if a.data_ptr() != b.data_ptr()
-        ]
-        assert not moved, f"{len(moved)} parameters are not where they were"
-        return self._flat
+    def runs(self, places: Mapping[str, _Place]) -> list[_Run]:
+        """Which stretches of the rows are stretches of an object with these places."""
+        runs: list[_Run] = []
+        for name, (row, first) in self.at.items():
+            place = places[name]
+            run = _Run(row, first, place.start, place.stop, place.dtype)
+            if runs and _follows(run, runs[-1]):
+                run = dataclasses.replace(runs.pop(), stop=run.stop)
+            runs.append(run)
+        return runs
+
+    def check(self) -> None:
+        """They must be where they were when they became rows."""
+        now = [value.data_ptr() for value in self._live]
+        moved = 0 if now == self._addresses else len({*now} - {*self._addresses})
+        assert not moved, f"{moved} parameters are not where they were"
+
+
+def _follows(run: _Run, last: _Run) -> bool:
+    """Whether `run` is as far behind `last` in the object as it is in memory."""
+    return (
+        run.row is last.row
+        and run.dtype is last.dtype
+        and run.start - last.start == (run.first - last.first) * run.dtype.itemsize
+    )
+
+
+def _by_type(named: Mapping[str, torch.Tensor]) -> Iterable[dict[str, torch.Tensor]]:
+    found: dict[torch.dtype, dict[str, torch.Tensor]] = {}
+    for name, value in named.items():
+        found.setdefault(value.dtype, {})[name] = value
+    return found.values()
+
+
+def _alone(value: torch.Tensor) -> torch.Tensor:
+    """A parameter as a row of its own; one with gaps, or in another order, loses them."""
+    if not value.is_contiguous():
+        value.data = value.detach().contiguous()
+    return value.detach().view(-1)
+
+
+def _side_by_side(named: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
+    """Moves parameters of one type into one row of memory, unless they lie in one already; -> the
+    row and the first item of each, which is a multiple of `_ALIGNED_ITEMS`.
+    """
+    values = list(named.values())
+    ends = list(itertools.accumulate(_aligned(value.numel()) for value in values))
+    firsts = [0, *ends[:-1]]
+    row = values[0].detach().as_strided((ends[-1],), (1,), 0) if _lie_so(values, ends) else None
+    if row is None:
+        # Empty: the system gives pages as they are written, while what was there before goes back.
+        row = values[0].detach().new_empty(ends[-1])
+        for value, first, end in zip(values, firsts, ends, strict=True):
+            place = row[first : first + value.numel()].view(value.shape)
+            place.copy_(value.detach())
+            value.data = place
+            row[first + value.numel() : end].zero_()
+    return {name: (row, first) for name, first in zip(named, firsts, strict=True)}
+
+
+def _lie_so(values: Sequence[torch.Tensor], ends: Sequence[int]) -> bool:
+    """Whether they are one row already, because this model has a writer or reader."""
+    storage = values[0].untyped_storage()
+    return storage.nbytes() == ends[-1] * values[0].itemsize and all(
+        value.is_contiguous() and value.data_ptr() == storage.data_ptr() + first * value.itemsize
+        for value, first in zip(values, [0, *ends[:-1]], strict=True)
+    )
+
+
+def _aligned(n_items: int) -> int:
+    return -(-n_items // _ALIGNED_ITEMS) * _ALIGNED_ITEMS
 
 
 class WeightsWriter:
@@ -111,11 +178,12 @@ class WeightsWriter:
     def __init__(self, model: Any, store: Store, dtype: torch.dtype | None = None) -> None:
         self._store = store
         self._parameters = _Parameters(model)
-        named = self._parameters.named
+        tensors = {name: self._parameters.named[name] for name in self._parameters.at}
         entries, places, self._size = _plan(
-            named, {name: dtype or value.dtype for name, value in named.items()}
+            tensors, {name: dtype or value.dtype for name, value in tensors.items()}
         )
-        self._cuts = _Cuts(places, self._size)
+        self._runs = self._parameters.runs(places)
+        self._memory = [run.memory for run in self._runs]
         self._entries_bytes = len(entries)
         self._header = bytearray(_lead(len(entries)) + entries)
         self._head = torch.frombuffer(self._header, dtype=torch.uint8)
@@ -127,11 +195,12 @@ class WeightsWriter:
 
         `timeout`: seconds to wait for room. Raises StoreFull and SessionReleased of shmstore.
         """
+        self._parameters.check()
         self._header[:_LEAD_BYTES] = _lead(self._entries_bytes, model_step)
         with self._store.build((self._size,), torch.uint8, session, timeout) as draft:
             draft.tensor[: len(self._header)] = self._head
             with Copies(self._store, self._parameters.device) as copies:
-                copies.download_all(self._parameters.flat(), self._cuts.of(draft.tensor))
+                copies.download_all(self._memory, [run.of(draft.tensor) for run in self._runs])
         return WeightsVersion(ref=bytes(draft.ref), model_step=model_step, nbytes=self._size)
 
 
@@ -141,9 +210,12 @@ class WeightsReader:
     def __init__(self, model: Any, store: Store) -> None:
         self._store = store
         self._parameters = _Parameters(model)
-        self._known: tuple[int, bytes] = 0, b""
-        """Size and entries of the object that the cuts are for."""
-        self._cuts: _Cuts | None = None
+        self._known_size = -1
+        self._entries_at = slice(0)
+        self._known = torch.empty(0, dtype=torch.uint8)
+        """The entries of the object that the runs are for; its size and where they stand."""
+        self._runs: list[_Run] = []
+        self._memory: list[torch.Tensor] = []
 
     def load(self, version: WeightsVersion) -> None:
         """Copies a version into the model's parameters.
@@ -153,21 +225,23 @@ class WeightsReader:
         blob = self._store.get(ObjectRef.from_bytes(version.ref))
         if not isinstance(blob, torch.Tensor) or blob.dtype is not torch.uint8:
             raise WeightsMismatch("the object does not hold published weights: they are bytes")
-        cuts = self._cuts_for(blob, version)
+        self._read_header(blob, version)
+        self._parameters.check()
         with torch.no_grad(), Copies(self._store, self._parameters.device) as copies:
-            copies.upload_all(cuts.of(blob), self._parameters.flat())
+            copies.upload_all([run.of(blob) for run in self._runs], self._memory)
 
-    def _cuts_for(self, blob: torch.Tensor, version: WeightsVersion) -> _Cuts:
-        """From the header; checked against the object's size and the model."""
-        length = int.from_bytes(_bytes_of(blob[:_LENGTH_BYTES]), "little")
-        header = _bytes_of(blob[_LENGTH_BYTES : _LENGTH_BYTES + length])
-        known = blob.numel(), header[_LEAD_BYTES - _LENGTH_BYTES :]
-        if self._cuts is None or known != self._known:
-            places = _read_places(header, blob.numel())
-            _check(self._parameters.named, places, version)
-            self._cuts = _Cuts([places[name] for name in self._parameters.named], blob.numel())
-            self._known = known
-        return self._cuts
+    def _read_header(self, blob: torch.Tensor, version: WeightsVersion) -> None:
+        """What lies where; checked against the object's size and the model."""
+        if blob.numel() == self._known_size and torch.equal(blob[self._entries_at], self._known):
+            return
+        raw = blob.numpy()
+        length = int.from_bytes(raw[:_LENGTH_BYTES].tobytes(), "little")
+        places = _read_places(raw[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes(), len(raw))
+        _check(self._parameters.named, places, version)
+        self._runs = self._parameters.runs(places)
+        self._memory = [run.memory for run in self._runs]
+        self._entries_at = slice(_LEAD_BYTES, _LENGTH_BYTES + length)
+        self._known_size, self._known = blob.numel(), blob[self._entries_at].clone()
 
 
 def _lead(entries_bytes: int, model_step: int = 0) -> bytes:
@@ -180,7 +254,7 @@ def _lead(entries_bytes: int, model_step: int = 0) -> bytes:
 
 def _plan(
     tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, torch.dtype]
-) -> tuple[bytes, list[_Place], int]:
+) -> tuple[bytes, dict[str, _Place], int]:
     """The header's entries, the place of each tensor, and the size of the whole."""
     record: dict[str, Any] = {}
     offset = 0
@@ -191,11 +265,11 @@ def _plan(
             "shape": list(value.shape),
             "data_offsets": [offset, offset + size],
         }
-        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+        offset += _aligned(value.numel()) * kinds[name].itemsize
     entries = json.dumps(record, separators=(",", ":")).encode()[1:]
-    entries += b" " * (-(_LEAD_BYTES + len(entries)) % _ALIGNMENT)
+    entries += b" " * (-(_LEAD_BYTES + len(entries)) % _HEADER_ALIGNMENT)
     body = _LEAD_BYTES + len(entries)
-    return entries, list(_places(record, body).values()), body + offset
+    return entries, _places(record, body), body + offset
 
 
 def _places(record: Mapping[str, Any], body: int) -> dict[str, _Place]:
@@ -230,10 +304,6 @@ def _read_places(header: bytes, size: int) -> dict[str, _Place]:
             raise WeightsMismatch(f"{name} and the object's end are not at whole items")
         end = place.stop
     return places
-
-
-def _bytes_of(blob: torch.Tensor) -> bytes:
-    return blob.cpu().numpy().tobytes()
 
 
 def _check(

@@ -9,11 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.errors import ConfigError
-from trainer.rollout import Group, Prompt
+from shmstore import StoreError
+from trainer.errors import ConfigError, TrainerError
+from trainer.rollout import Group, Prompt, Status
 from trainer.staleness import StalenessBudget
 
-__all__ = ["DispatchConfig", "Work"]
+__all__ = ["DispatchConfig", "HandedIn", "Work"]
+
+#: What became of a group that was handed in with others: its status; why it was refused; None:
+#: nothing, for it would have to wait for room.
+HandedIn = Status | TrainerError | StoreError | None
 
 
 @dataclass(frozen=True, slots=True)

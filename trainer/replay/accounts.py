@@ -35,22 +35,21 @@ class Accounts:
         """A producer handed a group in. `first`: never before; `before`: what it was when it was
         lent.
         """
-        if first:
-            self.ledger.book_produced(group.task, len(group.rollouts))
+        rollouts, status = group.rollouts, group.status
         window = self.window.task(group.task)
         if first:
-            window.produced_samples += len(group.rollouts)
-        old = before.rollouts if before is not None else ()
-        window.produced_tokens += sum(r.n_response_tokens for r in group.rollouts) - sum(
-            r.n_response_tokens for r in old
-        )
-        window.add_time(max(r.generation_time_s for r in group.rollouts))
-        if group.status is Status.COMPLETED:
-            window.completed_samples += len(group.rollouts)
-        if group.status in (Status.ABORTED, Status.EXPIRED):
+            self.ledger.book_produced(group.task, len(rollouts))
+            window.produced_samples += len(rollouts)
+        window.produced_tokens += sum([r.n_response_tokens for r in rollouts])
+        if before is not None:
+            window.produced_tokens -= sum([r.n_response_tokens for r in before.rollouts])
+        window.add_time(max([r.generation_time_s for r in rollouts]))
+        if status is Status.COMPLETED:
+            window.completed_samples += len(rollouts)
+        if status in (Status.ABORTED, Status.EXPIRED):
             return  # it comes again: its rewards would count twice
         # Raw: before filtering, so the mean does not depend on what is filtered (L09).
-        rewards = [r.reward for r in group.rollouts if r.reward is not None]
+        rewards = [r.reward for r in rollouts if r.reward is not None]
         window.raw_reward_sum += sum(rewards)
         window.raw_reward_count += len(rewards)
 

@@ -107,7 +107,7 @@ class ReplayBuffer:
         `owner`'s; then nothing has changed. `BufferClosed` after `close`.
         """
         checks.check_timeout(timeout)
-        group = self._readied(group, task, train_step)
+        group = self._readied(checks.checked_group(group, task), train_step)
         status = self._put_at_once(group, owner)
         if status is not None:
             return status
@@ -125,9 +125,10 @@ class ReplayBuffer:
             self.waiting.wake()  # the room is another's
             raise
 
-    def put_at_once(self, group: Group, *, owner: str) -> Status | None:
-        """As `put`, without waiting: None when there is no room, and nothing was changed."""
-        return self._put_at_once(self._readied(group, None, None), owner)
+    def put_at_once(self, group: Group, *, owner: str, carried: bool = False) -> Status | None:
+        """As `put`, without waiting; None: no room. `carried` is as in `checked_group`."""
+        group = checks.checked_group(group, None, carried)
+        return self._put_at_once(self._readied(group, None), owner)
 
     def discard(self, group: Group, *, owner: str) -> None:
         """A producer gives a group up (L21): its sessions end, its rollouts are booked as
@@ -393,10 +394,9 @@ class ReplayBuffer:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _readied(self, group: Group, task: str | None, train_step: int | None) -> Group:
-        """Checked, and with what the arena says about it."""
+    def _readied(self, group: Group, train_step: int | None) -> Group:
+        """With what the arena says about it; refused when it cannot be put now."""
         self._raise_if_closed()
-        group = checks.checked_group(group, task)
         self._refuse_known(group.uid)
         group = self._away.as_lent(group)
         if train_step is not None:

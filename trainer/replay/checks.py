@@ -32,10 +32,14 @@ __all__ = [
 ]
 
 
-def checked_group(group: Group, task: str | None) -> Group:
+def checked_group(group: Group, task: str | None, carried: bool = False) -> Group:
     """The group as it is filed: of `task` if that is given, with plain numbers; `BadGroup` when it
-    cannot be.
+    cannot be. `carried`: it was drawn here and came in a message, and so has all but members that
+    are known to have been run.
     """
+    if carried:
+        _check_finished(group)
+        return group
     if not isinstance(group, Group):
         raise BadGroup(f"put takes a Group, not {group!r}")
     if not isinstance(task, str | None):
@@ -49,10 +53,15 @@ def checked_group(group: Group, task: str | None) -> Group:
         raise BadGroup(f"group {group.uid!r}: {problem}")
     if not (task or group.task):
         raise BadGroup(f"group {group.uid!r} is of no task; say which with task=")
+    _check_finished(group)
+    return group.evolve(task=task or group.task, rollouts=as_carried(group))
+
+
+def _check_finished(group: Group) -> None:
+    """`BadGroup` when a member has not been run."""
     unfinished = [r.uid for r in group.rollouts if r.status is Status.INIT]
     if unfinished:
         raise BadGroup(f"rollouts {unfinished} of group {group.uid!r} are still INIT")
-    return group.evolve(task=task or group.task, rollouts=as_carried(group))
 
 
 def check_step(step: SupportsIndex) -> int:

@@ -13,7 +13,8 @@ from trainer.rollout import Group, Status
 from trainer.run.display import Display
 
 if TYPE_CHECKING:
-    from trainer.dispatch import Dispatcher, Work
+    from trainer.dispatch import Dispatcher
+    from trainer.work import HandedIn, Work
 
 __all__ = ["ProgressBoard", "RemoteDesk"]
 
@@ -41,13 +42,13 @@ class RemoteDesk:
         # No sign of life: a producer that dies at each start draws as well.
         return await self._dispatcher.draw(owner, n)
 
-    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[Status | None]:
+    async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[HandedIn]:
         """See `Dispatcher.put_all`."""
-        statuses = await self._dispatcher.put_all(groups, owner=owner)
-        for status in statuses:
-            if status is not None:
-                self._moved(f"{owner} handed in a group, {status.value}")
-        return statuses
+        outcomes = await self._dispatcher.put_all(groups, owner=owner, carried=True)
+        for outcome in outcomes:
+            if isinstance(outcome, Status):
+                self._moved(f"{owner} handed in a group, {outcome.value}")
+        return outcomes
 
     async def cancel(self, group: Group, *, owner: str) -> int:
         """See `Dispatcher.cancel`."""

@@ -86,6 +86,7 @@ class Driver:
         self._moved = moved
         self._clock = _Clock(time.perf_counter())
         self._evaluated: dict[str, float] = {}
+        self._evaluated_on: list[Prompt] = []  # made once
         self._use: dict[str, EngineUse] = {}
         self._use_at_sync: dict[str, EngineUse] = {}
         self._cpu_s = time.process_time()
@@ -143,9 +144,7 @@ class Driver:
         )
 
     async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
-        """One step in the learner's process, with the numbers of its batch and its time; the
-        schedule's learner part.
-        """
+        """One step in the learner's process, with its time; the schedule's learner part."""
         if self._wants(self._config.metrics.trajectories_every, train_step):
             try:
                 await write_trajectories(self._folder, train_step, batch, self._parts.store)
@@ -157,15 +156,7 @@ class Driver:
         clock, self._clock = self._clock, _Clock(now)
         self._moved(f"step {train_step} was trained")
         self.train_step = train_step
-        found = step_metrics.batch_metrics(batch, train_step, len(self._config.tasks))
-        # At once, so that a checkpoint of this step has it.
-        self._summary.add_step(
-            found.get("reward", math.nan),  # none was scored since the last batch
-            found["tokens_generated"],
-            found["tokens_trained"],
-        )
-        found["step_s"] = now - clock.began - clock.aside_s
-        return {**found, **step_metrics.learner_metrics(done.metrics)}
+        return {**done.metrics, "step_s": now - clock.began - clock.aside_s}
 
     async def _sync(self, model_step: int, mode: SyncMode) -> None:
         """New weights into every engine (lifecycle L20), which then need no older ones."""
@@ -220,7 +211,10 @@ class Driver:
 
     async def _evaluate(self) -> None:
         config = self._config.eval
-        prompts = held_out_prompts(self._held_out, config.prompts)
+        if not self._evaluated_on:
+            note = self._display.note
+            self._evaluated_on = held_out_prompts(self._held_out, config.prompts, note)
+        prompts = self._evaluated_on
         if not prompts:  # turned off, or no task holds anything out
             return
         self._display.phase("evaluate", 0, len(prompts))
@@ -293,7 +287,13 @@ class Driver:
             engines=self._parts.producer.n_engines,
             overlap=self._config.schedule.name == "async",
         )
-        found = dict(report.metrics)
+        found = step_metrics.batch_metrics(report.batch, report.train_step, len(self._config.tasks))
+        self._summary.add_step(
+            found.get("reward", math.nan),  # none was scored since the last batch
+            found["tokens_generated"],
+            found["tokens_trained"],
+        )
+        found |= step_metrics.learner_metrics(report.metrics)
         found |= step_metrics.speed_metrics(times, found, use)
         found |= step_metrics.arena_metrics(self._parts.store.stats())
         found["model_step"] = float(self._model_step)
@@ -306,11 +306,17 @@ class Driver:
         return found
 
 
-def held_out_prompts(sources: Sequence[PromptSource], count: int) -> list[Prompt]:
-    """The same `count` prompts each time, spread evenly over the tasks."""
+def held_out_prompts(
+    sources: Sequence[PromptSource], count: int, say: Callable[[str], None]
+) -> list[Prompt]:
+    """The same `count` prompts each time, spread evenly over the tasks; it is said when there are
+    fewer: a mean reward over a handful is noise.
+    """
     prompts: list[Prompt] = []
     for index, source in enumerate(sources):
         share = count // len(sources) + (index < count % len(sources))
         size = source.size
         prompts += [source.prompt(i) for i in range(share if size is None else min(share, size))]
+    if 0 < len(prompts) < count:
+        say(f"evaluating on {len(prompts)} prompts, not {count}: source.holdout holds out no more")
     return prompts

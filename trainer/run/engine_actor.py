@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from trainer.config import Config
 from trainer.engine.protocol import (
     EngineInfo,
@@ -28,7 +30,16 @@ if TYPE_CHECKING:
     from shmstore import Store
     from trainer.engine.torch_engine import TorchEngine
 
-__all__ = ["EngineActor", "EngineSetup", "EngineUse", "make_engine"]
+__all__ = [
+    "EngineActor",
+    "EngineSetup",
+    "EngineUse",
+    "make_engine",
+    "to_bytes",
+    "use_of",
+    "uses_of",
+    "weights_of",
+]
 
 
 @dataclass(frozen=True)
@@ -40,8 +51,7 @@ class EngineSetup:
     index: int = 0
 
 
-@dataclass(frozen=True)
-class EngineUse:
+class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     """Work done since the process began. Of the CPU time, `cpu_s` is the engine's own and
     `process_cpu_s` that of the whole process it lives in.
     """
@@ -53,6 +63,12 @@ class EngineUse:
     running: int
     waiting: int
     kv_bytes: int
+
+
+#: New weights and what the engines had done, once a step, as bytes: pickling them takes longer.
+to_bytes = msgspec.msgpack.Encoder().encode
+weights_of = msgspec.msgpack.Decoder(WeightsVersion).decode
+uses_of = msgspec.msgpack.Decoder(dict[str, EngineUse]).decode
 
 
 def make_engine(config: Config, threads: int, store: Store) -> tuple[TorchEngine, Any]:

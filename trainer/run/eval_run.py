@@ -54,7 +54,7 @@ def evaluate_run(
     config = folder.config()
     chosen, checkpoint = _checkpoint(folder, step)
     count = prompts or config.eval.prompts or EvalConfig().prompts
-    wanted = held_out_prompts(open_sources(config, held_out=True), count)
+    wanted = held_out_prompts(open_sources(config, held_out=True), count, say)
     if not wanted:
         raise ConfigError(
             f"{folder.path}: source.holdout is 0 in every task, so nothing can be "

@@ -34,7 +34,7 @@ from trainer.pending import ProducerConfig, ProducerParts
 from trainer.placement import Cores, keep_for_good, rest_device
 from trainer.producer import PauseReport, Producer
 from trainer.rollout import Prompt
-from trainer.run.engine_actor import EngineUse, make_engine, use_of
+from trainer.run.engine_actor import EngineUse, make_engine, to_bytes, use_of, weights_of
 from trainer.trace import TraceStore
 
 if TYPE_CHECKING:
@@ -198,10 +198,12 @@ class ProducerActor:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    async def load_weights(self, weights: WeightsVersion, mode: SyncMode) -> dict[str, EngineUse]:
-        """Every engine takes the weights; -> `use`, which is wanted once a step as well."""
-        await self._ready.engine.load_weights(weights, mode)
-        return await self.use()
+    async def load_weights(self, weights: bytes, mode: SyncMode) -> bytes:
+        """Every engine takes the weights; -> `use`, which is wanted once a step as well. Both as
+        `to_bytes` writes them.
+        """
+        await self._ready.engine.load_weights(weights_of(weights), mode)
+        return to_bytes(await self.use())
 
     async def engine_up(self, name: str, weights: WeightsVersion) -> None:
         """An engine process was started again: it takes the weights, then requests."""

@@ -21,7 +21,7 @@ from trainer.engine.protocol import SyncMode, WeightsVersion
 from trainer.errors import NotStarted, PartFailed
 from trainer.producer import PauseReport
 from trainer.rollout import Prompt
-from trainer.run.engine_actor import EngineUse
+from trainer.run.engine_actor import EngineUse, to_bytes, uses_of
 
 if TYPE_CHECKING:
     from actors import Handle
@@ -168,7 +168,8 @@ class ProducerLink:
         `use`.
         """
         self._weights = weights
-        return dict(await self._call("load_weights", weights, mode) or {})
+        used: bytes | None = await self._call("load_weights", to_bytes(weights), mode)
+        return {} if used is None else uses_of(used)
 
     async def rest(self) -> None:
         """Engines give cached memory of their devices back (colocated schedule)."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepTimes", "arena_metrics", "batch_metrics", "speed_metrics"]
 
-_LEARNER_NAMES = {"loss", "lr", "grad_norm", "kl_engine", "train_s", "learn_s"}
+_LEARNER_NAMES = {"loss", "lr", "grad_norm", "kl_engine", "train_s", "learn_s", "step_s"}
 """What keeps its own name; the rest of the learner's report goes under `learner/`."""
 
 

@@ -5,15 +5,17 @@ producer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shmstore import Store
 from trainer.dispatch import Dispatcher
+from trainer.engine.protocol import Answers, GenerateRequest, Generation
 from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine, routing_of
 from trainer.environment import Environment, Judge, Session
 from trainer.expiry import Expiry
@@ -21,7 +23,7 @@ from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import Producer
 from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
-from trainer.rollout import IGNORE_LABEL, Batch, Prompt, Rollout, Status, Trace
+from trainer.rollout import IGNORE_LABEL, Batch, Group, Prompt, Rollout, Status, Trace
 from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
 from trainer.testing import store_group
@@ -42,6 +44,42 @@ class Questions:
 
     def prompt(self, index: int) -> Prompt:
         return Prompt(f"{self.task}/{index}", self.task, text=f"question {index}", answer=index)
+
+
+class SubmittedEngine(ScriptedEngine):
+    """A scripted engine that keeps `trainer.engine.protocol.Submits` as well."""
+
+    def __init__(self, script: Script | None = None, model_step: int = 0) -> None:
+        super().__init__(script, model_step)
+        self._tasks: dict[str, asyncio.Task[Generation]] = {}
+
+    def submit(
+        self, requests: Sequence[GenerateRequest], answered: Callable[[Answers], None]
+    ) -> None:
+        for request in requests:
+            task = asyncio.get_running_loop().create_task(super().generate(request))
+            self._tasks[request.request_id] = task
+            task.add_done_callback(partial(self._ended, request, answered))
+
+    def drop(self, requests: Sequence[GenerateRequest]) -> None:
+        for request in requests:
+            task = self._tasks.pop(request.request_id, None)
+            if task is not None:
+                task.cancel()
+
+    def _ended(
+        self,
+        request: GenerateRequest,
+        answered: Callable[[Answers], None],
+        task: asyncio.Task[Generation],
+    ) -> None:
+        if self._tasks.pop(request.request_id, None) is None:
+            if not task.cancelled():
+                task.exception()
+            return
+        error = task.exception()
+        assert error is None or isinstance(error, Exception)
+        answered([(request, task.result() if error is None else error)])
 
 
 class OneTurn:
@@ -138,7 +176,7 @@ async def desk(
     dispatcher = Dispatcher(
         buffer, sampler, DispatchConfig(**dispatch), TaskMix(weights or dict.fromkeys(sources, 1))
     )
-    engine = engine or ScriptedEngine(script or Script(token_s=0.1))
+    engine = engine or SubmittedEngine(script or Script(token_s=0.1))
     traces = TraceStore(store)
     parts = ProducerParts(
         engine,
@@ -172,6 +210,30 @@ async def filled_buffer(store: Store, traces: TraceStore, n: int = 4) -> ReplayB
         group = store_group(traces, f"g{i}", model_step=3 - i % 2, status=status)
         await buffer.put(group, owner="producer-0", train_step=4)
     return buffer
+
+
+async def put(buffer: ReplayBuffer, traces: TraceStore, uid: str, **options: Any) -> Status:
+    """A stored group of that uid, by `producer-0` at step 1; `options` as of `store_group`."""
+    group = store_group(traces, uid, **options)
+    return await buffer.put(group, owner="producer-0", train_step=1)
+
+
+async def begins(waiting: Any) -> asyncio.Task[Any]:
+    """A task that has come to its first wait."""
+    task = asyncio.create_task(waiting)
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+async def waits_for_room(
+    buffer: ReplayBuffer, traces: TraceStore
+) -> tuple[Group, asyncio.Task[Status]]:
+    """A group that a full buffer keeps waiting, and its put."""
+    await put(buffer, traces, "first")
+    buffer.max_bytes = 1
+    group = store_group(traces, "late")
+    return group, await begins(buffer.put(group, owner="producer-0"))
 
 
 def check_trace(made: Desk, rollout: Rollout) -> Trace:

@@ -65,8 +65,11 @@ def _prompt(changes: dict[str, Any]) -> Prompt:
 def test_what_is_filed_comes_back_from_a_message_and_a_snapshot(
     group: dict[str, Any], prompt: Prompt | None, rollout: dict[str, Any]
 ) -> None:
-    member = Rollout("s", status=Status.COMPLETED).evolve(**rollout)
-    given_group = Group("g", "math", prompt, (member,)).evolve(**group)
+    try:
+        member = Rollout("s", status=Status.COMPLETED).evolve(**rollout)
+        given_group = Group("g", "math", prompt, (member,)).evolve(**group)
+    except BadGroup:
+        return
     try:
         filed = checked_group(given_group, None)
     except BadGroup:

@@ -315,3 +315,41 @@ def test_L21_a_group_that_the_desk_has_when_time_is_over_is_counted_as_handed_in
             await running
 
     run_virtual(main())
+
+
+def test_L21_a_pause_does_not_wait_for_room_that_only_its_own_end_could_make(store: Store) -> None:
+    """The learner takes nothing before the pause is over, so nothing leaves the buffer."""
+
+    async def main() -> None:
+        async with desk(store, dispatch=WIDE) as made:
+            await asyncio.sleep(0)
+            made.buffer.max_bytes = 1
+            await asyncio.sleep(100)
+            assert len(made.buffer) < 8 == len(made.buffer) + made.producer.report().in_production
+            report = await made.producer.pause(60)
+            assert (report.seconds, report.cancelled_rollouts) == (0, 0)
+            assert len(made.buffer) == 8
+            await made.producer.resume()
+            assert not made.buffer.waiting._admitted
+
+    run_virtual(main())
+
+
+def test_L21_nothing_starts_in_a_pause_that_begins_where_another_ends(store: Store) -> None:
+    async def main() -> None:
+        async with desk(store) as made:
+            while not made.dispatcher._in_production:
+                await asyncio.sleep(0)
+            await made.producer.pause(1)  # between the draw and the start of what was drawn
+            for _ in range(9):
+                await asyncio.sleep(0)
+            await made.producer.resume()
+            await made.producer.pause(1)
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert made.producer.report().in_production == 0
+            assert store.sessions.list() == []
+            await made.producer.resume()
+            await made.train(1)
+
+    run_virtual(main())

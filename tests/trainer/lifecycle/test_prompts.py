@@ -12,6 +12,7 @@ from tests.trainer.lifecycle.kit import Questions
 from trainer.errors import ConfigError
 from trainer.pending import session_id
 from trainer.prompts import DrawnPrompt, PromptSampler
+from trainer.rollout import Prompt
 
 
 def _drain(sampler: PromptSampler, task: str = "math") -> list[str]:
@@ -49,6 +50,37 @@ def test_settling_twice_or_giving_back_what_is_settled_changes_nothing() -> None
     assert not sampler.settle(drawn.ticket)
     assert not sampler.give_back(drawn.ticket)
     assert sampler.draw("math", "p") is None
+
+
+def test_L25_prompts_that_are_made_ahead_are_not_drawn_by_that_and_each_is_made_once() -> None:
+    made: list[int] = []
+
+    class Counted(Questions):
+        def prompt(self, index: int) -> Prompt:
+            made.append(index)
+            return super().prompt(index)
+
+    sampler = PromptSampler({"math": Counted(size=3)}, seed=None, epochs=1)
+    before = sampler.to_json()
+    sampler.prepare("math", 2)
+    sampler.prepare("math", 8)
+    assert (made, sampler.to_json(), sampler.remaining("math")) == ([0, 1, 2], before, 3)
+    assert _drain(sampler) == ["math/0", "math/1", "math/2"]
+    assert made == [0, 1, 2]
+
+
+def test_a_prompt_that_cannot_be_made_ahead_is_told_to_whoever_draws_it() -> None:
+    class Broken(Questions):
+        def prompt(self, index: int) -> Prompt:
+            if index == 1:
+                raise OSError("the disk is gone")
+            return super().prompt(index)
+
+    sampler = PromptSampler({"math": Broken(size=3)}, seed=None, epochs=1)
+    sampler.prepare("math", 3)
+    assert sampler.draw("math", "p") is not None
+    with pytest.raises(OSError, match="the disk is gone"):
+        sampler.draw("math", "p")
 
 
 def test_epochs_are_shuffled_differently_and_each_holds_every_prompt() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shmstore import NotOwner, Store
+from tests.trainer.lifecycle.kit import put
 from trainer.errors import (
     BadGroup,
     ConfigError,
@@ -27,16 +28,12 @@ from trainer.trace import TraceStore
 P, L = "producer-0", "learner"
 
 
-async def _put(buffer: ReplayBuffer, traces: TraceStore, uid: str, **options: Any) -> Status:
-    return await buffer.put(store_group(traces, uid, **options), owner=P, train_step=1)
-
-
 async def test_L06_taking_moves_exactly_the_sessions_of_the_batch(
     store: Store, traces: TraceStore
 ) -> None:
     buffer = ReplayBuffer(store)
     for uid in ("a", "b", "c"):
-        await _put(buffer, traces, uid)
+        await put(buffer, traces, uid)
     traces.open("meanwhile", owner=P)
     batch = await buffer.take({"math": 2}, train_step=1, owner=L, timeout=1)
     assert [group.uid for group in batch.groups] == ["a", "b"]
@@ -52,8 +49,8 @@ async def test_L06_when_the_sessions_cannot_move_the_groups_stay(
     store: Store, traces: TraceStore
 ) -> None:
     buffer = ReplayBuffer(store)
-    await _put(buffer, traces, "a")
-    await _put(buffer, traces, "b")
+    await put(buffer, traces, "a")
+    await put(buffer, traces, "b")
     store.sessions.release(["b-1"], owner="*")
     with pytest.raises(NotOwner):
         await buffer.take({"math": 2}, train_step=1, owner=L, timeout=1)
@@ -136,7 +133,7 @@ async def test_L15_order_is_oldest_staleness_first_or_first_in_first_out(
 ) -> None:
     buffer = ReplayBuffer(store, order=order)
     for uid, step in (("new", 5), ("old-1", 0), ("mid", 3), ("old-2", 0)):
-        await _put(buffer, traces, uid, model_step=step)
+        await put(buffer, traces, uid, model_step=step)
     taken = await buffer.take({"math": 4}, train_step=6, owner=L)
     assert [group.uid for group in taken.groups] == wanted
 
@@ -166,8 +163,8 @@ async def test_L16_drop_removes_under_the_lock_and_releases_in_one_call_outside_
 ) -> None:
     buffer = ReplayBuffer(store, expiry=Expiry(ExpiryAction.DROP, max_staleness=0))
     for uid in ("a", "b"):
-        await _put(buffer, traces, uid, model_step=0)
-    await _put(buffer, traces, "c", model_step=3)
+        await put(buffer, traces, uid, model_step=0)
+    await put(buffer, traces, "c", model_step=3)
     calls: list[tuple[list[str], bool]] = []
     release = store.sessions.release
 
@@ -212,7 +209,7 @@ async def test_L17_nothing_is_awaited_and_nobody_is_called_while_the_lock_is_hel
     waiting.add_done_callback(check("taker"))
     await asyncio.sleep(0)
     for i in range(4):
-        await _put(buffer, traces, f"g{i}", model_step=1)
+        await put(buffer, traces, f"g{i}", model_step=1)
     await waiting
     await buffer.refresh(train_step=9)
     buffer.lend("math", Status.ABORTED, owner=P)
@@ -247,9 +244,9 @@ async def test_a_group_that_is_stale_on_arrival_is_expired_at_once(
 async def test_L29_each_count_is_handed_out_once(store: Store, traces: TraceStore) -> None:
     buffer = ReplayBuffer(store)
     for i in range(3):
-        await _put(buffer, traces, f"a{i}", reward=float(i))
-    await _put(buffer, traces, "f", status=Status.FILTERED, reward=5.0)
-    await _put(buffer, traces, "p", status=Status.ABORTED, reward=None)
+        await put(buffer, traces, f"a{i}", reward=float(i))
+    await put(buffer, traces, "f", status=Status.FILTERED, reward=5.0)
+    await put(buffer, traces, "p", status=Status.ABORTED, reward=None)
     first = (await buffer.take({"math": 1}, train_step=1, owner=L)).report
     assert first.tasks["math"].leftover == {"completed": 2, "aborted": 1}
     assert first.total.raw_reward_count == 8
@@ -264,7 +261,7 @@ async def test_a_lent_group_is_produced_once_however_often_it_is_handed_in(
     store: Store, traces: TraceStore
 ) -> None:
     buffer = ReplayBuffer(store)
-    await _put(buffer, traces, "a", status=Status.ABORTED, reward=None)
+    await put(buffer, traces, "a", status=Status.ABORTED, reward=None)
     lent = buffer.lend("math", Status.ABORTED, owner=P)
     assert lent is not None
     buffer.check_books()
@@ -282,7 +279,7 @@ async def test_a_lent_group_that_is_put_again_as_another_is_refused_and_stays_le
 ) -> None:
     """It would be filed, and the books would break at its end."""
     buffer = ReplayBuffer(store)
-    await _put(buffer, traces, "a", status=Status.ABORTED)
+    await put(buffer, traces, "a", status=Status.ABORTED)
     lent = buffer.lend("math", Status.ABORTED, owner=P)
     assert lent is not None
     first, second = (r.evolve(status=Status.COMPLETED) for r in lent.rollouts)
@@ -321,14 +318,14 @@ async def test_a_lent_group_is_given_up_as_a_whole_whatever_is_left_of_it(
     store: Store, traces: TraceStore
 ) -> None:
     buffer = ReplayBuffer(store)
-    await _put(buffer, traces, "a", status=Status.ABORTED)
+    await put(buffer, traces, "a", status=Status.ABORTED)
     lent = buffer.lend("math", Status.ABORTED, owner=P)
     assert lent is not None
     buffer.discard(lent.with_rollouts(lent.rollouts[:1]), owner=P)
     assert len(store.sessions) == 0
     assert buffer.accounts.ledger.total.cancelled == 2
     buffer.check_books()
-    assert await _put(buffer, traces, "a") is Status.COMPLETED, "its sessions may be used again"
+    assert await put(buffer, traces, "a") is Status.COMPLETED, "its sessions may be used again"
     buffer.close()
 
 
@@ -336,7 +333,7 @@ async def test_L07_what_a_closed_buffer_had_fallen_back_to_it_is_not_booked_as_t
     store: Store, traces: TraceStore
 ) -> None:
     buffer = ReplayBuffer(store)
-    await _put(buffer, traces, "a")
+    await put(buffer, traces, "a")
     batch = await buffer.take({"math": 1}, train_step=1, owner=L)
     store.sessions.transfer(batch.session_ids, src=L, dst=buffer.owner)  # as its heir does
     assert buffer.close() == 2
@@ -390,7 +387,7 @@ async def test_L26_a_lost_rollout_shows_in_the_books_with_every_counter(
     store: Store, traces: TraceStore
 ) -> None:
     buffer = ReplayBuffer(store)
-    await _put(buffer, traces, "a")
+    await put(buffer, traces, "a")
     buffer._index.remove("a")  # what a bug would do
     with pytest.raises(LedgerError, match=r"math: produced 2 = buffered 0 .* off by \+2"):
         buffer.check_books()
@@ -401,7 +398,7 @@ async def test_L07_the_batch_of_a_dead_learner_is_offered_again_in_its_old_place
 ) -> None:
     buffer = ReplayBuffer(store)
     for uid in ("a", "b", "c"):
-        await _put(buffer, traces, uid)
+        await put(buffer, traces, uid)
     batch = await buffer.take({"math": 2}, train_step=1, owner=L)
     offered, lost = buffer.owner_died(L)
     assert (offered, lost) == (2, [])
@@ -416,7 +413,7 @@ async def test_L07_a_learner_that_died_after_its_release_has_trained_its_batch(
     store: Store, traces: TraceStore
 ) -> None:
     buffer = ReplayBuffer(store)
-    await _put(buffer, traces, "a")
+    await put(buffer, traces, "a")
     batch = await buffer.take({"math": 1}, train_step=1, owner=L)
     traces.release(batch.session_ids, owner=L)
     assert buffer.owner_died(L) == (0, [])

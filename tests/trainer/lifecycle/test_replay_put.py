@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shmstore import NotOwner, Store
+from tests.trainer.lifecycle.kit import put
 from trainer.errors import (
     BadGroup,
     ConfigError,
@@ -24,10 +25,6 @@ from trainer.testing import make_segment, store_group
 from trainer.trace import TraceStore
 
 P, L = "producer-0", "learner"
-
-
-async def _put(buffer: ReplayBuffer, traces: TraceStore, uid: str, **options: Any) -> Status:
-    return await buffer.put(store_group(traces, uid, **options), owner=P, train_step=1)
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.FILTERED])
@@ -192,7 +189,7 @@ async def test_L09_useless_groups_are_counted_and_released_and_never_filed(
     assert store.stats().sessions == store.stats().objects == 0
     books = buffer.accounts.ledger.task("math")
     assert (books.produced, getattr(books, status.value)) == (2, 2)
-    await _put(buffer, traces, "good", reward=0.75)
+    await put(buffer, traces, "good", reward=0.75)
     report = (await buffer.take({"math": 1}, train_step=1, owner=L)).report.total
     assert report.produced_samples == 4
     assert report.produced_tokens == 24
@@ -205,7 +202,7 @@ async def test_L10_filed_groups_and_their_sessions_belong_to_the_buffer(
     store: Store, traces: TraceStore, status: Status
 ) -> None:
     buffer = ReplayBuffer(store)
-    assert await _put(buffer, traces, "a", status=status) is status
+    assert await put(buffer, traces, "a", status=status) is status
     assert buffer.count("math", status) == 1
     assert store.sessions.list("replay") == ["a-0", "a-1"]
 
@@ -229,7 +226,7 @@ async def test_groups_that_cannot_be_filed_are_refused_with_the_reason(
     unfinished = Group("i", "math", None, (Rollout("i-0", status=Status.INIT),))
     with pytest.raises(BadGroup, match=r"\['i-0'\] of group 'i' are still INIT"):
         await buffer.put(unfinished, owner=P)
-    await _put(buffer, traces, "a")
+    await put(buffer, traces, "a")
     again = Group("a", "math", None, (Rollout("a-0", status=Status.COMPLETED),))
     with pytest.raises(BadGroup, match="'a' is in the buffer already"):
         await buffer.put(again, owner=P)

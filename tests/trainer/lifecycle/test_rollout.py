@@ -67,7 +67,7 @@ def test_L09_a_status_that_is_a_text_is_refused_and_never_taken_for_completed() 
 @pytest.mark.parametrize("uid", [np.array(["a", "b"]), np.zeros(0), 7, ["g"]])
 def test_a_uid_that_is_no_text_is_refused(uid: Any) -> None:
     for make in (Rollout, lambda *sessions, uid: Group(uid, rollouts=(Rollout(*sessions),))):
-        with pytest.raises(BadGroup, match=r"the uid of a (rollout|group) is .*; give a text"):
+        with pytest.raises(BadGroup, match=r"(rollout|group) .*: its uid is .*; text is needed"):
             make("s", uid=uid)
 
 

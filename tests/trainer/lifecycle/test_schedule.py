@@ -129,6 +129,22 @@ def test_L30_producers_that_have_nothing_in_production_are_not_told_to_rest(stor
     run_virtual(main())
 
 
+def test_L30_the_producers_have_their_work_before_the_step_before_is_booked(store: Store) -> None:
+    at_work: list[bool] = []
+
+    class Parts(_Parts):
+        async def on_step(self, report: StepReport) -> None:
+            lines = self.made.dispatcher.describe()
+            at_work.append(any("is producing 2 groups" in line for line in lines))
+
+    async def main() -> None:
+        async with desk(store, budget=StalenessBudget(0)) as made:
+            await _run(made, "sync", Parts(made))
+
+    run_virtual(main())
+    assert at_work == [True, True, True, False]  # nothing is drawn after the last step
+
+
 def test_L20_a_producer_that_is_started_in_a_pause_gets_no_work_before_its_end(
     store: Store,
 ) -> None:
@@ -374,8 +390,8 @@ def test_L29_the_window_says_how_long_producers_worked_and_stood_still(store: St
             parts.sync = slow_sync  # type: ignore[method-assign]
             await _run(made, "async", parts)
             for report in parts.reports[1:]:
-                assert report.window.pause_s == pytest.approx(2)
-                assert report.window.production_s >= 3
+                assert report.batch.report.pause_s == pytest.approx(2)
+                assert report.batch.report.production_s >= 3
 
     run_virtual(main())
 

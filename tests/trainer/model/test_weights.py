@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from trainer.engine.protocol import WeightsVersion
 from trainer.engine.router import EngineRouter
 from trainer.engine.torch_engine import TorchEngine
 from trainer.errors import EngineError
-from trainer.model.config import EngineConfig
+from trainer.model.config import EngineConfig, ModelConfig
+from trainer.model.models import build_model, export_hf
 from trainer.weights import WeightsMismatch, WeightsReader, WeightsWriter
 
 
@@ -80,6 +82,33 @@ def test_a_reader_follows_when_the_object_is_laid_out_in_another_way(store: Stor
     with pytest.raises(WeightsMismatch, match="another model"):
         reader.load(_published(family("qwen3_moe")[0], store, 9))
     reader.load(version)
+
+
+def test_parameters_of_one_type_become_one_piece_of_memory_and_stay_what_they_were(
+    store: Store, tmp_path: Path
+) -> None:
+    model, tokenizer = family("qwen3_moe")
+    crooked = model.model.layers[0].self_attn.o_proj.weight
+    crooked.data = crooked.data.t().contiguous().t()
+    model.model.norm.weight.data = model.model.norm.weight.data.bfloat16()
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    writer = WeightsWriter(model, store)
+    places = {name: value.data_ptr() for name, value in model.named_parameters()}
+    WeightsReader(model, store)  # they lie there already
+    after = dict(model.named_parameters())
+    assert {name: value.data_ptr() for name, value in after.items()} == places
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert len({value.untyped_storage().data_ptr() for value in after.values()}) == 2
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    target = family("qwen3_moe")[0]
+    store.sessions.open("weights-1", owner="weights")
+    WeightsReader(target, store).load(writer.publish(1, session="weights-1"))
+    for name, value in target.named_parameters():
+        assert torch.equal(before[name].float(), value)
+    export_hf(model, tokenizer, tmp_path / "step-1")
+    again, _ = build_model(ModelConfig(path=str(tmp_path / "step-1")))
+    for name, value in again.named_parameters():
+        assert torch.equal(before[name].float(), value)
 
 
 def test_parameters_that_have_moved_are_not_published_from_where_they_were(store: Store) -> None:

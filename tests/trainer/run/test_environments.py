@@ -18,6 +18,7 @@ from trainer.environments.tools import calls_in
 from trainer.errors import JudgeError, ToolError
 from trainer.prompts import prompt_problem
 from trainer.rollout import FinishReason, Prompt
+from trainer.run.driver import held_out_prompts
 from trainer.user_code.targets import TargetError, resolve
 
 TOOLS = """
@@ -263,6 +264,19 @@ def test_jsonl_prompts_are_split_whole_and_keep_their_other_fields(tmp_path: Pat
     assert sorted(p.answer for p in prompts) == list(range(40))
     assert all(p.metadata["level"] == p.answer % 3 for p in prompts)
     assert len({p.uid for p in prompts}) == 40
+
+
+def test_it_is_said_when_fewer_prompts_are_held_out_than_are_wanted(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"q{i}", "answer": i}) for i in range(40)]
+    source = build_source(write(tmp_path, "\n".join(lines)), seed=0, held_out=True)
+    assert source.size is not None
+    told: list[str] = []
+    assert len(held_out_prompts([source], source.size, told.append)) == source.size
+    assert told == []
+    assert len(held_out_prompts([source], 100, told.append)) == source.size
+    assert told == [
+        f"evaluating on {source.size} prompts, not 100: source.holdout holds out no more"
+    ]
 
 
 def test_a_file_of_another_system_has_a_mark_first_and_ends_its_lines_in_two_letters(

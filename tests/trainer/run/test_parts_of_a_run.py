@@ -121,7 +121,8 @@ async def test_a_mixture_that_holds_nothing_out_trains_without_evaluation() -> N
     assert config.eval.prompts > 0
     assert open_sources(config, held_out=True) == []
     driver = object.__new__(Driver)
-    driver._config, driver._held_out = config, []
+    driver._config, driver._held_out, driver._evaluated_on = config, [], []
+    driver._display = QuietDisplay()
     await driver._evaluate()  # asks no producer: there is none
 
 

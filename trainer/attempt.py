@@ -1,9 +1,9 @@
 """One rollout of a group under way: its conversation, then its verdict.
 
-Owns the task in which user code runs for it, or what it asked of the engine, and its time limits.
-Every way in which that can go wrong ends in the status and `error_msg` of the rollout (lifecycle
-L13). Making one begins it; whenever `ended` is told, `advance`, until that returns the rollout.
-Belongs to the task of its group.
+Owns the task in which user code runs for it, and its time limits. Every way in which that can go
+wrong ends in the status and `error_msg` of the rollout (lifecycle L13). Making one begins it, but
+for a `request` that its group gives to the engine and answers with `answer`; whenever `ended` is
+told, `advance`, until that returns the rollout. Belongs to the task of its group.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.conversation import Conversation
+from trainer.engine.protocol import GenerateRequest, Generation
 from trainer.environment import RolloutAborted
 from trainer.error_text import carried_text, error_text
 from trainer.errors import JudgeError, RolloutError, TrainerError
@@ -48,7 +49,7 @@ class Attempt:
     """
 
     __slots__ = (
-        "_asks_once",
+        "_answer",
         "_config",
         "_context",
         "_ended",
@@ -64,6 +65,7 @@ class Attempt:
         "_verdict",
         "conversation",
         "is_open",
+        "request",
     )
 
     def __init__(
@@ -89,8 +91,10 @@ class Attempt:
         #: Whether `give_up` has something to end.
         self.is_open = True
         self.conversation = Conversation(context, rollout)
-        self._task: asyncio.Future[Any]
-        self._asks_once = context.opening is not None
+        self._task: asyncio.Task[Any] | None = None
+        #: What its group gives to the engine, as long as nobody has answered it.
+        self.request: GenerateRequest | None = None
+        self._answer: Generation | BaseException | None = None
         if context.opening is not None:
             self._ask_once(context.opening)
         else:
@@ -108,7 +112,8 @@ class Attempt:
         talked = self._talked()
         if talked is None:
             return None
-        self._end_timers()
+        if self._timers:
+            self._end_timers()
         self.conversation.close()
         self._talked_s = self._loop.time() - self._started
         status, error = talked
@@ -121,29 +126,41 @@ class Attempt:
 
     def _ask_once(self, opening: Content) -> None:
         """A conversation of one turn: no user code runs in it, so it needs no task."""
-        submit, engine = self._context.submit, self._parts.engine
         try:
             request = self.conversation.ask(opening)
-            if submit is not None:
-                self._task = submit(request)
-                self._task.add_done_callback(self._task_ended)
-                return
-        except (Exception, RolloutAborted, SystemExit) as error:  # told where the engine's are:
-            self._run(functools.partial(_raise, error))  # in a future, which takes not all of them
+        except (Exception, RolloutAborted, SystemExit) as error:
+            self.answer(error)
             return
-        self._run(lambda: engine.generate(request))
+        if self._context.submits is not None:
+            self.request = request
+        else:
+            self._run(functools.partial(self._hear, request))
+
+    async def _hear(self, request: GenerateRequest) -> None:
+        """Of an engine that has to be awaited."""
+        self._answer = await self._parts.engine.generate(request)
+
+    def answer(self, answer: Generation | BaseException) -> None:
+        """What the engine said to the request, or why it was never given to it."""
+        self.request = None
+        self._answer = answer
+        self._ended(self)
 
     def _talked(self) -> tuple[Status, str | None] | None:
         """How the conversation has ended: status and error text; None while it waits for room."""
         if self._expired:
             return Status.ABORTED, None
         try:
-            result = self._task.result()
-            if self._asks_once:
-                self._asks_once = False
-                if self.conversation.finish(result) is None:
-                    self._run(self.conversation.finish_later)
-                    return None
+            if self._task is not None:
+                self._task.result()
+            answer, self._answer = self._answer, None
+            if isinstance(answer, SystemExit):
+                raise _exited(answer)
+            if isinstance(answer, BaseException):
+                raise answer
+            if answer is not None and self.conversation.finish(answer) is None:
+                self._run(self.conversation.finish_later)
+                return None
         except RolloutAborted:
             return Status.ABORTED, None
         except asyncio.CancelledError as error:
@@ -176,11 +193,10 @@ class Attempt:
     def _ask(self) -> Rollout | None:
         """Ask the judge: a plain one answers at once, another gets a task and a time limit."""
         try:
-            trace = None
-            if self._parts.judge_reads_trace:
-                conversation = self.conversation
-                trace = self._parts.traces.export(conversation.id, node=conversation.node)
-            verdict = self._parts.judge.score(self._context.prompt, self.conversation.text, trace)
+            trace, parts, conversation = None, self._parts, self.conversation
+            if parts.judge_reads_trace:
+                trace = parts.traces.export(conversation.id, node=conversation.node)
+            verdict = parts.judge.score(self._context.prompt, conversation.text, trace)
             if type(verdict) is float or not isinstance(verdict, Awaitable):
                 return self._done(Status.COMPLETED, reward=_finite(verdict))
         except asyncio.CancelledError as error:
@@ -202,6 +218,7 @@ class Attempt:
         if self._expired:
             limit_s = self._config.judge_timeout_s
             return self._done(Status.FAILED, error=f"the judge took more than {limit_s} s")
+        assert self._task is not None
         try:
             return self._done(Status.COMPLETED, reward=_finite(self._task.result()))
         except (Exception, BaseExceptionGroup, asyncio.CancelledError) as error:
@@ -220,10 +237,9 @@ class Attempt:
         self._timers.append(self._loop.call_later(delay_s, callback))
 
     def _end_timers(self) -> None:
-        if self._timers:
-            for timer in self._timers:
-                timer.cancel()
-            self._timers.clear()
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
 
     def _stop_softly(self) -> None:
         self._stopper = self._loop.create_task(_stop(self.conversation))
@@ -231,11 +247,22 @@ class Attempt:
     def _expire(self) -> None:
         """The time limit of what runs now: it ends within `grace_s`, or without us."""
         self._expired = True
-        self._task.add_done_callback(_forget)
-        self._task.cancel()
-        self._call_later(self._config.grace_s, self._leave)
+        if self.request is not None:
+            self._drop(self.request)
+            self._ended(self)
+        elif self._task is not None:
+            self._task.add_done_callback(_forget)
+            self._task.cancel()
+            self._call_later(self._config.grace_s, self._leave)
+
+    def _drop(self, request: GenerateRequest) -> None:
+        """Nobody waits for it any more."""
+        self.request = None
+        assert self._context.submits is not None
+        self._context.submits.drop([request])
 
     def _leave(self) -> None:
+        assert self._task is not None
         if self._task.done():  # word of it is on its way
             return
         self._task.remove_done_callback(self._task_ended)
@@ -249,7 +276,11 @@ class Attempt:
         if self._stopper is not None:  # nothing is left to be stopped
             _leave_behind(self._stopper)
             ending.append(self._stopper)
-        if self._task.done():
+        if self.request is not None:
+            self._drop(self.request)
+        if self._task is None:
+            pass
+        elif self._task.done():
             _forget(self._task)
         elif self._task not in _abandoned:
             self._task.remove_done_callback(self._task_ended)
@@ -296,10 +327,6 @@ async def _guarded(user_code: Callable[[], Awaitable[T]]) -> T:
         return await user_code()
     except SystemExit as error:
         raise _exited(error) from error
-
-
-async def _raise(error: BaseException) -> None:
-    raise error
 
 
 async def _stop(conversation: Conversation) -> None:

@@ -91,7 +91,7 @@ class Conversation:
 
     async def append(self, content: Content) -> None:
         """Add tokens that no model sampled; they are stored with the next `generate`."""
-        self._say(content)
+        self._path.say(self._context.encode(content))
 
     async def generate(
         self, content: Content | None = None, params: SamplingParams | None = None
@@ -100,7 +100,7 @@ class Conversation:
         if self._closed:
             raise RolloutAborted
         if content is not None:
-            self._say(content)
+            self._path.say(self._context.encode(content))
         params = params or self._context.params
         self._before.clear()
         if self._record:
@@ -153,15 +153,17 @@ class Conversation:
         """Begin a turn without waiting for it: the request that the caller gives to the engine, and
         its answer to `finish`. For a conversation of one turn, without a record.
         """
-        self._say(content)
-        return self._request(self._context.params, is_last=True)
+        context = self._context
+        self._path.say(context.encode(content))
+        return self._request(context.params, is_last=True)
 
     def close(self) -> None:
         """Its environment has ended or is abandoned: whoever still holds this gets no more turns,
         for the session may be another attempt's by then.
         """
         self._closed = True
-        self._forget_request()
+        if self.request_id is not None:
+            self._forget_request()
 
     @property
     def node(self) -> int | None:
@@ -189,6 +191,7 @@ class Conversation:
             n_prompt_nodes=path.n_prompt_nodes,
             n_prompt_tokens=path.n_prompt_tokens,
             n_response_tokens=path.n_tokens - path.n_prompt_tokens,
+            n_sampled_tokens=path.n_sampled,
             model_step_min=path.step_min,
             model_step_max=path.step_max,
             finish_reason=self._reason,
@@ -232,11 +235,9 @@ class Conversation:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def _say(self, content: Content) -> None:
-        self._path.say(self._context.encode(content))
-
     def _request(self, params: SamplingParams, is_last: bool = False) -> GenerateRequest:
-        gate = self._context.gate
+        context = self._context
+        gate = context.gate
         if gate.stopping or self._stopping:
             self.aborted = True
             raise RolloutAborted
@@ -245,8 +246,9 @@ class Conversation:
         request_id = f"{self.id}/{self._rollout.attempt}.{self._n_requests}"
         gate.running[request_id] = self
         self.request_id = request_id
-        group = self._context.group_uid
-        return GenerateRequest(request_id, self.id, tokens, params, group, known, is_last)
+        return GenerateRequest(
+            request_id, self.id, tokens, params, context.group_uid, known, is_last
+        )
 
     def _forget_request(self) -> None:
         if self.request_id is not None:
@@ -292,10 +294,11 @@ class Conversation:
 
     def _finish_turn(self, tokens: Tokens, reason: FinishReason, text: str | None = None) -> Turn:
         """`text`: of these tokens, where it is known."""
-        assert self._path.node is not None
+        node = self._path.node
+        assert node is not None
         self._reason = reason
         if text is None:
             text = self._context.tokenizer.decode(tokens.tolist())
-        turn = self._turns[self._path.node] = Turn(text, tokens.copy(), reason, self._path.node)
+        turn = self._turns[node] = Turn(text, tokens.copy(), reason, node)
         self._sampled_text.append(text)
         return turn

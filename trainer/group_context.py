@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from trainer.engine.protocol import (
     Engine,
-    GenerateRequest,
-    Generation,
     SamplingParams,
     Submits,
     Tokenizer,
@@ -52,7 +50,7 @@ class GroupContext:
     Their first segment is stored once, by the member that knows its routing first, and what they
     all say is encoded once. `lack_prompt`: the sessions that lack that segment and will get it;
     `fresh`: no member has a record of an earlier attempt. `opening`: all that a member says; None
-    when an environment has to run.
+    when an environment has to run. `submits`: the engine, if it answers by a call.
     """
 
     __slots__ = (
@@ -69,7 +67,7 @@ class GroupContext:
         "prompt",
         "prompt_tokens",
         "storing",
-        "submit",
+        "submits",
         "tokenizer",
         "traces",
     )
@@ -101,7 +99,7 @@ class GroupContext:
         self.lack_prompt = tuple(lack_prompt)
         self.fresh = fresh
         self.opening = opening
-        self.submit = _submitting(engine)
+        self.submits = cast(Submits, engine) if _submits(type(engine)) else None
         self.prompt_tokens: Tokens | None = None  # once the segment is stored
         self.storing = asyncio.Lock()
         self._encoded: tuple[str, Tokens] | None = None
@@ -118,11 +116,6 @@ class GroupContext:
         if not content or isinstance(content[0], (int, np.integer)):
             return content  # type: ignore[return-value]
         return self.tokenizer.apply_chat_template(content)  # type: ignore[arg-type]
-
-
-def _submitting(engine: Engine) -> Callable[[GenerateRequest], asyncio.Future[Generation]] | None:
-    """`Submits.submit`; None of an engine that has to be awaited."""
-    return cast(Submits, engine).submit if _submits(type(engine)) else None
 
 
 @functools.cache

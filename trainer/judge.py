@@ -102,7 +102,7 @@ class _Inline:
         self._score = score
 
     def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
-        return finite(self._score(prompt, text), "the judge")
+        return self._score(prompt, text)
 
     async def aclose(self) -> None:
         return None

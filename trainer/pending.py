@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from trainer.attempt import Attempt, give_up
-from trainer.engine.protocol import Engine, SamplingParams, Tokenizer
+from trainer.engine.protocol import Answers, Engine, SamplingParams, Tokenizer
 from trainer.environment import Environment, Judge
 from trainer.error_text import error_text
 from trainer.errors import ConfigError
@@ -191,6 +191,7 @@ class PendingGroup:
                 if not context.fresh:  # a fresh one has its attempt already
                     rollout = rollout.evolve(attempt=rollout.attempt + 1, error_msg=None)
                 attempts.append(Attempt(self._parts, self._config, context, rollout, note))
+            _submit(attempts, context)
             while len(done) < len(attempts):
                 await some_ended
                 some_ended = loop.create_future()
@@ -205,6 +206,23 @@ class PendingGroup:
         if self._config.filter_equal_rewards and len(group.rollouts) > 1 and len(rewards) == 1:
             return True
         return self._parts.valid is not None and not self._parts.valid(group)
+
+
+def _submit(attempts: Sequence[Attempt], context: GroupContext) -> None:
+    """Give the engine what they ask, all at once."""
+    asking = {a.request.request_id: a for a in attempts if a.request is not None}
+
+    def answered(answers: Answers) -> None:
+        for request, answer in answers:
+            asking[request.request_id].answer(answer)
+
+    requests = [a.request for a in asking.values() if a.request is not None]
+    if requests and context.submits is not None:
+        try:
+            context.submits.submit(requests, answered)
+        except (Exception, SystemExit) as error:  # whatever an engine raises, it fails these (L13)
+            for attempt in asking.values():
+                attempt.answer(error)
 
 
 def session_id(run_name: str, group_uid: str, k: int, attempt: int) -> str:

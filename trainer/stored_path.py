@@ -51,6 +51,7 @@ class StoredPath:
         "n_prompt_nodes",
         "n_prompt_tokens",
         "n_routed",
+        "n_sampled",
         "n_tokens",
         "node",
         "said",
@@ -76,6 +77,7 @@ class StoredPath:
         self.n_tokens = 0
         self.n_prompt_nodes = 0
         self.n_prompt_tokens = 0
+        self.n_sampled = 0
         self.step_min: int | None = None
         self.step_max: int | None = None
         # The routing that the engine knows to be known, and what waits for room.
@@ -101,11 +103,8 @@ class StoredPath:
     def step_over(self, segments: Sequence[Recorded]) -> list[Tokens]:
         """Go on behind segments that the session has from before; -> their tokens."""
         for recorded in segments:
-            self._advance(recorded.node, recorded.token_ids, recorded.n_routed)
-            if recorded.sampled:
-                self._note_sampled(recorded.model_steps)
-            elif self.step_min is None:
-                self._note_prompt(len(recorded.token_ids))
+            steps = recorded.model_steps if recorded.sampled else None
+            self._advance(recorded.node, recorded.token_ids, recorded.n_routed, steps)
         return [recorded.token_ids for recorded in segments]
 
     def go_back(self, node: int | None) -> list[int]:
@@ -119,7 +118,7 @@ class StoredPath:
         path = self._to(node)
         for one in path:
             segment = self._context.traces.segment(self._id, one)
-            self._go_to(one, segment.token_ids.copy(), segment.n_routed)
+            self._advance(one, segment.token_ids.copy(), segment.n_routed)
         return path
 
     def leaves(self) -> tuple[int, ...]:
@@ -144,16 +143,15 @@ class StoredPath:
                 f"the engine returned {k} tokens, {len(generation.logprobs)} log-probs and "
                 f"{len(generation.model_steps)} model steps"
             )
-        info = self._context.info
-        routed = generation.routed_experts
+        info, routed = self._context.info, generation.routed_experts
         if not info.routes or k == 0:
             if routed is not None:
                 generation = dataclasses.replace(generation, routed_experts=None)
             return generation
         if routed is None:
             raise EngineError(f"the engine returned {k} tokens without routed experts")
-        n_rows = self.length + sum(map(len, self.said)) + k - 1 - self.n_routed
-        wanted = (n_rows, info.n_layers_moe, info.top_k)
+        n_said = sum([len(tokens) for tokens in self.said])
+        wanted = (self.length + n_said + k - 1 - self.n_routed, info.n_layers_moe, info.top_k)
         if routed.shape != wanted:
             raise EngineError(f"routed experts have shape {routed.shape}; {wanted} was asked for")
         narrow = narrowest_unsigned(info.n_experts)
@@ -185,8 +183,7 @@ class StoredPath:
             before,
         )
         node = self._insert((self._id,), segment)
-        self._advance(node, segment.token_ids, segment.n_routed)
-        self._note_sampled(segment.model_steps)
+        self._advance(node, segment.token_ids, segment.n_routed, segment.model_steps)
         return segment.token_ids
 
     async def make_room(self) -> None:
@@ -216,31 +213,29 @@ class StoredPath:
         by the member that knows their routing first.
         """
         context, said = self._context, joined(self.said)
-        before, rows = self._rows(generation, len(said))
         stored = context.prompt_tokens
         if not self._lacks_prompt():
-            node = self._insert((self._id,), self._segment(said, rows, before))
+            node = self._insert((self._id,), self._segment(said, generation))
         elif stored is None:
             if context.storing.locked():
                 raise StoreFull("a mate waits for room for the prompt")
             mates = [sid for sid in context.lack_prompt if sid != self._id]
-            node = self._insert([self._id, *mates], self._segment(said, rows, before))
+            node = self._insert([self._id, *mates], self._segment(said, generation))
             context.prompt_tokens = said
         elif same(stored, said):
             node = 0  # a mate has stored it
         else:  # it was told something else than its mates: a prompt of its own
             context.traces.truncate(self._id, keep=0)
-            node = self._insert((self._id,), self._segment(said, rows, before))
+            node = self._insert((self._id,), self._segment(said, generation))
         self.said.clear()
-        self._advance(node, said, 0 if rows is None else len(rows))
-        if self.step_min is None:
-            self._note_prompt(len(said))
+        self._advance(node, said, 0 if generation.routed_experts is None else len(said))
 
     def _lacks_prompt(self) -> bool:
         return not self._parents and self._id in self._context.lack_prompt
 
-    def _segment(self, said: Tokens, rows: Routing | None, before: Routing | None) -> Segment:
+    def _segment(self, said: Tokens, generation: Generation) -> Segment:
         n = len(said)
+        before, rows = self._rows(generation, n)
         return Segment(
             token_ids=said,
             labels=np.full(n, IGNORE_LABEL, np.int32),
@@ -275,30 +270,28 @@ class StoredPath:
             node = self._parents[node]
         return path[::-1]
 
-    def _advance(self, node: int, tokens: Tokens, n_routed: int) -> None:
-        """A segment that the session got, or had from an earlier attempt, at the end of the
-        path.
+    def _advance(
+        self, node: int, tokens: Tokens, n_routed: int, steps: Tokens | None = None
+    ) -> None:
+        """On to a segment that the session got, or has from before. `steps`: of a new one that the
+        model sampled.
         """
+        n = len(tokens)
         if node not in self._parents:
-            self.n_tokens += len(tokens)
-        self._parents[node] = self.node
-        self._go_to(node, tokens, n_routed)
-
-    def _go_to(self, node: int, tokens: Tokens, n_routed: int) -> None:
+            self._parents[node] = self.node
+            self.n_tokens += n
+            if steps is not None:
+                self._sampled_nodes.add(node)
+                self.n_sampled += n
+                known = steps.tolist()  # a handful: numpy's reductions cost more than the list
+                if self.step_min is not None and self.step_max is not None:
+                    known += (self.step_min, self.step_max)
+                self.step_min, self.step_max = min(known), max(known)
+            elif self.step_min is None:
+                self.n_prompt_nodes += 1
+                self.n_prompt_tokens += n
         self.node = node
         if n_routed:
             self.n_routed = self.length + n_routed
         self._tokens.append(tokens)
-        self.length += len(tokens)
-
-    def _note_prompt(self, n_tokens: int) -> None:
-        self.n_prompt_nodes += 1
-        self.n_prompt_tokens += n_tokens
-
-    def _note_sampled(self, model_steps: Tokens) -> None:
-        assert self.node is not None
-        self._sampled_nodes.add(self.node)
-        steps = model_steps.tolist()  # a handful: numpy's reductions cost more than the list
-        low, high = min(steps), max(steps)
-        self.step_min = low if self.step_min is None else min(low, self.step_min)
-        self.step_max = high if self.step_max is None else max(high, self.step_max)
+        self.length += n

@@ -23,7 +23,14 @@ from shmstore import Store
 from shmstore.testing import temporary_store
 from tests.simulation.checker import Checker
 from tests.simulation.plan import Plan
-from tests.trainer.lifecycle.kit import Branches, CountingJudge, OneTurn, Questions, TwoTurns
+from tests.trainer.lifecycle.kit import (
+    Branches,
+    CountingJudge,
+    OneTurn,
+    Questions,
+    SubmittedEngine,
+    TwoTurns,
+)
 from trainer import snapshot
 from trainer.dispatch import Dispatcher
 from trainer.engine.protocol import SyncMode, WeightsVersion
@@ -235,10 +242,15 @@ class _World:
         )
         if resume:
             self.dispatcher.restore(snapshot.read_state(self.folder))
-        self.engine = ScriptedEngine(plan.script, self.dispatcher.model_step)
+        self.engine = self._engine(self.dispatcher.model_step)
         for n in range(plan.n_producers):
             self.spawn_producer(f"producer-{n}")
         return self.dispatcher.train_step
+
+    def _engine(self, model_step: int) -> ScriptedEngine:
+        """One that is awaited, or one that answers by a call."""
+        kind = SubmittedEngine if self.plan.seed % 4 < 2 else ScriptedEngine
+        return kind(self.plan.script, model_step)
 
     def parts_of(self) -> ProducerParts:
         plan = self.plan
@@ -279,7 +291,7 @@ class _World:
     async def kill_engine(self) -> None:
         """Every request fails; a new engine has the last weights."""
         old = self.engine
-        self.engine = ScriptedEngine(self.plan.script, old.model_step)
+        self.engine = self._engine(old.model_step)
         await old.aclose()
         for name in list(self.producers):
             await self.kill_producer(name)  # with an inline engine the producer dies too

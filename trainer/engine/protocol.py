@@ -10,9 +10,8 @@ Implementations: `trainer.engine.scripted` (no model), the torch engine. Imports
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -25,6 +24,7 @@ from trainer.errors import ConfigError
 from trainer.rollout import FinishReason, Message
 
 __all__ = [
+    "Answers",
     "Engine",
     "EngineInfo",
     "GenerateRequest",
@@ -181,14 +181,25 @@ class Engine(Protocol):
         ...
 
 
+#: Requests that have ended, each with what came of it.
+Answers = Sequence[tuple[GenerateRequest, Generation | Exception]]
+
+
 @runtime_checkable
 class Submits(Protocol):
-    """An engine that answers by a future, so that waiting for it needs no task."""
+    """An engine that answers by a call, so that waiting for it needs no task."""
 
-    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
-        """As `Engine.generate`: cancelling the future drops the request, and an `EngineError` is
-        raised here or is its exception.
+    def submit(
+        self, requests: Sequence[GenerateRequest], answered: Callable[[Answers], None]
+    ) -> None:
+        """As `Engine.generate` for each. `answered` is called on the loop, not before this has
+        returned, with those that end at the same time; it must not raise. What is raised here is
+        of all: none was taken.
         """
+        ...
+
+    def drop(self, requests: Sequence[GenerateRequest]) -> None:
+        """Nobody waits for these any more: they end, and `answered` hears nothing of them."""
         ...
 
 

@@ -6,14 +6,14 @@ only; `cancelled` alone is written by the loop and read by the worker.
 
 from __future__ import annotations
 
-import asyncio
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.engine.protocol import GenerateRequest, Generation
+from trainer.engine.protocol import Answers, GenerateRequest, Generation
 from trainer.rollout import FinishReason
 
 __all__ = ["Cancelled", "Sequence"]
@@ -37,8 +37,8 @@ class Sequence:
     """Tokens of context and continuation together."""
     seed: int
     stop_ids: frozenset[int]
-    future: asyncio.Future[Generation] | None = None
-    """Whoever asked waits for it; the loop's."""
+    answered: Callable[[Answers], None] = lambda answers: None
+    """Who is told of its end; on the loop."""
     cancelled: Cancelled = Cancelled.NO
     weights_seen: int = 0
     """Which weights of the engine computed its first token; see `Batcher.weights_changed`."""

@@ -27,6 +27,7 @@ from shmstore import ObjectFreed
 from trainer.engine.batching import Batcher, Outcome
 from trainer.engine.model_runner import ModelRunner
 from trainer.engine.protocol import (
+    Answers,
     EngineInfo,
     GenerateRequest,
     Generation,
@@ -112,7 +113,8 @@ class TorchEngine:
         self._model_step = model_step
         self._inbox: deque[_Sequence | _Swap] = deque()
         self._swaps: deque[_Swap] = deque()  # the worker's; the first may wait for a pause
-        self._asked: dict[asyncio.Future[Generation], _Sequence] = {}
+        self._asked: set[_Sequence] = set()  # those that somebody waits for
+        self._asked_max = self._config.waiting_max + self._config.max_batch
         self._worker: threading.Thread | None = None
         self._bell: SimpleQueue[bool] = SimpleQueue()  # rung for a worker that rests; False: go
         self._at_rest = asyncio.Event()  # the worker's bell was not rung since it came to rest
@@ -164,22 +166,46 @@ class TorchEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """One continuation. Raises EngineError (PromptTooLong, EngineClosed), for this one only."""
-        return await self.submit(request)
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
-    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
+        def answered(answers: Answers) -> None:
+            ((_, outcome),) = answers
+            if not answer.done():
+                if isinstance(outcome, Exception):
+                    answer.set_exception(outcome)
+                else:
+                    answer.set_result(outcome)
+
+        self.submit([request], answered)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.drop([request])
+            raise
+
+    def submit(
+        self, requests: Sequence[GenerateRequest], answered: Callable[[Answers], None]
+    ) -> None:
         """See `trainer.engine.protocol.Submits`."""
         loop = self._start()
-        sequence = self._accept(request)
-        future = sequence.future = loop.create_future()
-        self._asked[future] = sequence
-        future.add_done_callback(self._settled)
-        self._inbox.append(sequence)
-        self._ring()
-        return future
+        refused: list[tuple[GenerateRequest, Exception]] = []
+        for request in requests:
+            try:
+                sequence = self._accept(request, answered)
+            except EngineError as error:
+                refused.append((request, error))
+            else:
+                self._asked.add(sequence)
+                self._inbox.append(sequence)
+        if refused:
+            loop.call_soon(answered, refused)
+        if self._inbox and self._at_rest.is_set():
+            self._ring(loop)
 
-    def _settled(self, future: asyncio.Future[Generation]) -> None:
-        sequence = self._asked.pop(future)
-        if future.cancelled():
+    def drop(self, requests: Sequence[GenerateRequest]) -> None:
+        """See `trainer.engine.protocol.Submits`."""
+        for sequence in [one for one in self._asked if one.request in requests]:
+            self._asked.discard(sequence)
             sequence.cancelled = Cancelled.DROP
             self._some_cancelled = True
 
@@ -187,7 +213,7 @@ class TorchEngine:
         """Ends requests (None: all), which then return with `FinishReason.ABORT`."""
         wanted = None if request_ids is None else frozenset(request_ids)
         count = 0
-        for sequence in self._asked.values():
+        for sequence in self._asked:
             if wanted is None or sequence.request.request_id in wanted:
                 if sequence.cancelled is Cancelled.NO:
                     sequence.cancelled = Cancelled.ABORT
@@ -208,7 +234,8 @@ class TorchEngine:
         loop = self._start()
         swap = _Swap(weights, mode, loop.create_future())
         self._inbox.append(swap)
-        self._ring()
+        if self._at_rest.is_set():
+            self._ring(loop)
         await swap.done
 
     async def aclose(self) -> None:
@@ -248,12 +275,10 @@ class TorchEngine:
         if self._worker is not None:
             self._worker.join()
 
-    def _ring(self) -> None:
-        """There is work: wakes the worker if it rests. A busy one looks by itself."""
-        if self._at_rest.is_set():
-            assert self._loop is not None
-            self._at_rest.clear()
-            self._loop.call_soon(self._ring_in_a_turn)
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        """There is work: wakes the worker, which rests. A busy one looks by itself."""
+        self._at_rest.clear()
+        loop.call_soon(self._ring_in_a_turn)
 
     def _ring_in_a_turn(self) -> None:
         """Everything that was woken in this turn of the loop asks first, so that requests made
@@ -276,22 +301,23 @@ class TorchEngine:
         self._end_all(EngineError(f"the engine broke: {error!r}"))
         self._at_rest.set()
 
-    def _accept(self, request: GenerateRequest) -> _Sequence:
+    def _accept(self, request: GenerateRequest, answered: Callable[[Answers], None]) -> _Sequence:
         """The request as a sequence, or EngineError saying what is wrong with it."""
         context, params = request.token_ids, request.params
         if context is not self._checked_context:  # group mates share theirs
             context = self._checked(request)
-        if not 0 <= request.n_routed_known <= len(context):
+        n = len(context)
+        if not 0 <= request.n_routed_known <= n:
             raise EngineError(
                 f"request {request.request_id} knows the routing of {request.n_routed_known} of "
-                f"{len(context)} tokens"
+                f"{n} tokens"
             )
-        if len(self._asked) >= self._config.waiting_max + self._config.max_batch:
+        if len(self._asked) >= self._asked_max:
             raise EngineError(
                 f"request {request.request_id}: {self._config.waiting_max} requests are waiting "
                 "already"
             )
-        length_max = min(self._info.context_max, len(context) + params.max_new_tokens)
+        length_max = min(self._info.context_max, n + params.max_new_tokens)
         if length_max > self._batcher.length_max:
             raise EngineError(
                 f"request {request.request_id} may grow to {length_max} tokens, which do not fit "
@@ -303,7 +329,7 @@ class TorchEngine:
         seed = params.seed
         if seed is None:
             seed = seed_of(self._config.seed, request.session_id)
-        return _Sequence(request, context, length_max, seed, self._stop_ids[1])
+        return _Sequence(request, context, length_max, seed, self._stop_ids[1], answered)
 
     def _checked(self, request: GenerateRequest) -> NDArray[np.int32]:
         """The context as the model takes it; what cannot be changed any more is kept in mind."""
@@ -324,23 +350,22 @@ class TorchEngine:
 
     def _end_all(self, error: EngineError) -> None:
         """Nobody waits any more: requests and new weights that are still open fail with `error`."""
-        for future in self._asked:
-            if not future.done():
-                future.set_exception(error)
+        asked, self._asked = self._asked, set()
+        for sequence in asked:
+            sequence.answered([(sequence.request, error)])
         for item in (*self._inbox, *self._swaps):
             if isinstance(item, _Swap):
                 _fail(item.done, error)
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
+        """Tells those who wait, each once of all that is theirs."""
+        told: dict[Callable[[Answers], None], list[tuple[GenerateRequest, Any]]] = {}
         for sequence, outcome in outcomes:
-            future = sequence.future
-            assert future is not None, "it was submitted"
-            if future.done():
-                continue
-            if isinstance(outcome, EngineError):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
+            if sequence in self._asked:
+                self._asked.discard(sequence)
+                told.setdefault(sequence.answered, []).append((sequence.request, outcome))
+        for answered, answers in told.items():
+            answered(answers)
 
     # --- the worker's side ----------------------------------------------------------------------
 

@@ -291,6 +291,7 @@ class Driver:
             overlap=self._config.schedule.name == "async",
         )
         found = step_metrics.batch_metrics(report.batch, report.train_step, len(self._config.tasks))
+        found["tokens_trained"] = report.metrics["tokens"]
         self._summary.add_step(
             found.get("reward", math.nan),  # none was scored since the last batch
             found["tokens_generated"],

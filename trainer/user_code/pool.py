@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import struct
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -164,8 +167,22 @@ class _Worker:
     async def end(self) -> int:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
+                self._process.send_signal(signal.SIGSTOP)  # it starts no more of them
+                _kill_descendants(self._process.pid)
                 self._process.kill()
-        code = await self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        return code
+        with contextlib.suppress(TimeoutError):  # asyncio waits for the pipe as well, which an
+            async with asyncio.timeout(_EXIT_TIMEOUT_S):  # orphan of user code may still hold
+                await self._process.wait()
+        code = self._process.returncode
+        return -signal.SIGKILL if code is None else code
+
+
+def _kill_descendants(pid: int) -> None:
+    """What user code has started and not ended: it would burn a core, and hold the pipe."""
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended
+            for child in map(int, listed.read_text().split()):
+                _kill_descendants(child)
+                os.kill(child, signal.SIGKILL)

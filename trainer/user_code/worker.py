@@ -1,7 +1,8 @@
 """The process in which judges and tools of users run, so that one that hangs can be killed.
 
-Owns: reading requests from standard input and writing answers to the descriptor that was standard
-output; what user code prints goes to standard error. Protocol: frames of a 4-byte little-endian
+Owns: reading requests from the descriptor that was standard input and writing answers to that which
+was standard output; what user code prints goes to standard error, and it has nothing to read.
+Protocol: frames of a 4-byte little-endian
 length and a msgpack map. Request `{"target", "args", "kwargs"}`, or `{"target"}` alone, which
 only imports it; answer `{"value"}` or `{"error", "traceback"}`.
 
@@ -17,6 +18,7 @@ import inspect
 import os
 import signal
 import struct
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -42,12 +44,20 @@ def main() -> None:
     if os.getppid() != parent:
         return  # the parent died before the kernel was told to watch it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    # Duplicates, which no program that user code starts inherits.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    requests = os.fdopen(os.dup(0), "rb", buffering=0)
     os.dup2(2, 1)
-    requests = os.fdopen(0, "rb", buffering=0, closefd=False)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     known: dict[str, Callable[..., Any]] = {}
+    worker = os.getpid()
     while (frame := _read(requests)) is not None:
-        answers.write(_frame(_answer(msgspec.msgpack.decode(frame), known)))
+        answer = _frame(_answer(msgspec.msgpack.decode(frame), known))
+        if os.getpid() != worker:
+            os._exit(0)  # user code forked, and both come back: one answers
+        answers.write(answer)
 
 
 def _read(stream: BinaryIO) -> bytes | None:
@@ -69,10 +79,18 @@ def _exactly(stream: BinaryIO, count: int) -> bytes | None:
 
 def _frame(value: dict[str, Any]) -> bytes:
     try:
-        body = msgspec.msgpack.encode(value)
+        body = msgspec.msgpack.encode(value, enc_hook=_plain)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         body = msgspec.msgpack.encode({"error": f"answer cannot be sent: {error}", "traceback": ""})
     return _LENGTH.pack(len(body)) + body
+
+
+def _plain(value: object) -> object:
+    """What numpy computes is a number, too."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__qualname__} is no plain data")
 
 
 def _answer(request: dict[str, Any], known: dict[str, Callable[..., Any]]) -> dict[str, Any]:
@@ -85,7 +103,7 @@ def _answer(request: dict[str, Any], known: dict[str, Callable[..., Any]]) -> di
         value = known[target](*request["args"], **request["kwargs"])
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-    except Exception as error:  # the boundary between user code and the run: it travels as text
+    except BaseException as error:  # theirs, `sys.exit()` too: text is what travels to the run
         return {"error": error_text(error), "traceback": carried_text(traceback.format_exc())}
     return {"value": value}
 

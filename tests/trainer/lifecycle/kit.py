@@ -5,15 +5,17 @@ producer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shmstore import Store
 from trainer.dispatch import Dispatcher
+from trainer.engine.protocol import Answers, GenerateRequest, Generation
 from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine, routing_of
 from trainer.environment import Environment, Judge, Session
 from trainer.expiry import Expiry
@@ -42,6 +44,42 @@ class Questions:
 
     def prompt(self, index: int) -> Prompt:
         return Prompt(f"{self.task}/{index}", self.task, text=f"question {index}", answer=index)
+
+
+class SubmittedEngine(ScriptedEngine):
+    """A scripted engine that keeps `trainer.engine.protocol.Submits` as well."""
+
+    def __init__(self, script: Script | None = None, model_step: int = 0) -> None:
+        super().__init__(script, model_step)
+        self._tasks: dict[str, asyncio.Task[Generation]] = {}
+
+    def submit(
+        self, requests: Sequence[GenerateRequest], answered: Callable[[Answers], None]
+    ) -> None:
+        for request in requests:
+            task = asyncio.get_running_loop().create_task(super().generate(request))
+            self._tasks[request.request_id] = task
+            task.add_done_callback(partial(self._ended, request, answered))
+
+    def drop(self, requests: Sequence[GenerateRequest]) -> None:
+        for request in requests:
+            task = self._tasks.pop(request.request_id, None)
+            if task is not None:
+                task.cancel()
+
+    def _ended(
+        self,
+        request: GenerateRequest,
+        answered: Callable[[Answers], None],
+        task: asyncio.Task[Generation],
+    ) -> None:
+        if self._tasks.pop(request.request_id, None) is None:
+            if not task.cancelled():
+                task.exception()
+            return
+        error = task.exception()
+        assert error is None or isinstance(error, Exception)
+        answered([(request, task.result() if error is None else error)])
 
 
 class OneTurn:
@@ -138,7 +176,7 @@ async def desk(
     dispatcher = Dispatcher(
         buffer, sampler, DispatchConfig(**dispatch), TaskMix(weights or dict.fromkeys(sources, 1))
     )
-    engine = engine or ScriptedEngine(script or Script(token_s=0.1))
+    engine = engine or SubmittedEngine(script or Script(token_s=0.1))
     traces = TraceStore(store)
     parts = ProducerParts(
         engine,
@@ -216,4 +254,5 @@ def check_trace(made: Desk, rollout: Rollout) -> Trace:
         rollout.model_step_max,
     )
     assert len(trace) == rollout.n_tokens
+    assert trace.n_trainable == rollout.n_sampled_tokens
     return trace

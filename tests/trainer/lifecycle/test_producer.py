@@ -5,6 +5,7 @@ filters.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from tests.trainer.lifecycle.kit import (
     CountingJudge,
     OneTurn,
     Questions,
+    SubmittedEngine,
     TwoTurns,
     check_trace,
     desk,
 )
 from trainer.dispatch import Dispatcher
-from trainer.engine.protocol import GenerateRequest, Generation
+from trainer.engine.protocol import Answers, GenerateRequest, Generation
 from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine
 from trainer.environment import Session
 from trainer.pending import ProducerConfig, ProducerParts
@@ -47,6 +49,20 @@ def test_what_the_learner_gets_is_what_the_engine_saw(store: Store, environment:
                     trace.token_ids[: rollout.n_prompt_tokens].astype(np.uint8)
                 ).decode() == ("question " + rollout.prompt_uid.split("/")[1])
                 assert len(rollout.turns) == (2 if isinstance(environment, TwoTurns) else 1)
+            made.traces.release(batch.session_ids, owner="learner")
+
+    run_virtual(main())
+
+
+def test_L29_tokens_are_counted_that_the_model_sampled_and_not_what_a_tool_said(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        async with desk(store, environment=TwoTurns(), budget=StalenessBudget(0)) as made:
+            batch = await made.dispatcher.take(1, owner="learner", timeout=1e4)
+            sampled = sum(check_trace(made, rollout).n_trainable for rollout in batch.rollouts)
+            assert batch.report.total.produced_tokens == sampled
+            assert sampled < sum(rollout.n_response_tokens for rollout in batch.rollouts)
             made.traces.release(batch.session_ids, owner="learner")
 
     run_virtual(main())
@@ -89,17 +105,7 @@ def test_a_rollout_of_one_turn_runs_no_environment_unless_it_has_a_record(store:
     run_virtual(main())
 
 
-class _Submits(ScriptedEngine):
-    """Answers by futures, as the torch engine does."""
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        return await self.submit(request)
-
-    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
-        return asyncio.ensure_future(super().generate(request))
-
-
-class _Noted(_Submits):
+class _Noted(SubmittedEngine):
     """Somebody's own, who knows of `generate` only."""
 
     def __init__(self) -> None:
@@ -114,9 +120,11 @@ class _Noted(_Submits):
 class _SubmitsAgain(_Noted):
     """What is further down in the same class."""
 
-    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
-        self.asked.append(f"submitted {request.session_id}")
-        return super().submit(request)
+    def submit(
+        self, requests: Sequence[GenerateRequest], answered: Callable[[Answers], None]
+    ) -> None:
+        self.asked += [f"submitted {request.session_id}" for request in requests]
+        super().submit(requests, answered)
 
 
 @pytest.mark.parametrize(("kind", "submits"), [(_Noted, False), (_SubmitsAgain, True)])

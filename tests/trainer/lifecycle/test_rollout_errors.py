@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.trainer.lifecycle.kit import (
     OneTurn,
     desk,
 )
-from trainer.engine.protocol import GenerateRequest, Generation
+from trainer.engine.protocol import Answers, GenerateRequest, Generation
 from trainer.engine.scripted import Script, ScriptedEngine
 from trainer.environment import Session
 from trainer.errors import ToolError
@@ -211,10 +212,15 @@ class _RaisingEngine(ScriptedEngine):
 
 
 class _RefusingEngine(_RaisingEngine):
-    """Answers by futures, if it did not raise at once."""
+    """Answers by a call, if it did not raise at once."""
 
-    def submit(self, request: GenerateRequest) -> asyncio.Future[Generation]:
+    def submit(
+        self, requests: Sequence[GenerateRequest], answered: Callable[[Answers], None]
+    ) -> None:
         raise self._error
+
+    def drop(self, requests: Sequence[GenerateRequest]) -> None:
+        raise AssertionError("none was taken")
 
 
 @pytest.mark.parametrize("kind", [_RaisingEngine, _RefusingEngine])

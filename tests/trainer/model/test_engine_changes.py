@@ -10,7 +10,7 @@ import torch
 
 from tests.trainer.model.engines import LONG, Brake, endless, running, same_generation
 from tests.trainer.model.families import family, generate, request
-from trainer.engine.protocol import Generation, Submits, WeightsVersion
+from trainer.engine.protocol import Answers, Generation, Submits, WeightsVersion
 from trainer.engine.torch_engine import EngineClosed, TorchEngine
 from trainer.errors import EngineError
 from trainer.model.config import EngineConfig
@@ -189,24 +189,78 @@ def test_weights_that_cannot_be_loaded_fail_the_load_and_not_the_rollouts() -> N
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("by_future", [False, True])
-def test_a_cancelled_request_leaves_the_batch(by_future: bool) -> None:
+@pytest.mark.parametrize("submitted", [False, True])
+def test_a_cancelled_request_leaves_the_batch(submitted: bool) -> None:
     async def run() -> None:
         async with running(max_batch=1) as engine:
             brake = Brake(engine, at=4)
             asked = endless("r")
-            assert isinstance(engine, Submits)
-            task = (
-                engine.submit(asked) if by_future else asyncio.ensure_future(engine.generate(asked))
-            )
-            await brake.reached()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+            heard: list[Answers] = []
+            if submitted:
+                engine.submit([asked], heard.append)
+                await brake.reached()
+                engine.drop([asked])
+            else:
+                task = asyncio.ensure_future(engine.generate(asked))
+                await brake.reached()
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
             brake.let_go()
             await engine.generate(request("next", [3, 4], max_new_tokens=2))
             assert engine.counters.running == 0
             assert engine.counters.decode_steps < LONG
+            assert not heard, "nobody waited for it"
+
+    asyncio.run(run())
+
+
+def test_requests_given_together_are_answered_each_once_also_those_that_are_refused() -> None:
+    async def run() -> None:
+        async with running() as engine:
+            assert isinstance(engine, Submits)
+            heard: list[tuple[str, type]] = []
+            all_heard = asyncio.Event()
+
+            def answered(answers: Answers) -> None:
+                heard.extend((asked.request_id, type(answer)) for asked, answer in answers)
+                if len(heard) == 3:
+                    all_heard.set()
+
+            asked = [
+                request("a", [3, 4], max_new_tokens=2),
+                request("empty", []),
+                request("b", [3, 4], max_new_tokens=5),
+            ]
+            engine.submit(asked, answered)
+            assert not heard, "not before submit has returned"
+            async with asyncio.timeout(30):
+                await all_heard.wait()
+            assert sorted(heard, key=lambda one: one[0]) == [
+                ("a", Generation),
+                ("b", Generation),
+                ("empty", EngineError),
+            ]
+
+    asyncio.run(run())
+
+
+def test_a_closed_engine_answers_what_was_submitted() -> None:
+    async def run() -> None:
+        heard: list[Answers] = []
+        async with running() as engine:
+            brake = Brake(engine, at=2)
+            engine.submit([endless("r"), endless("s")], heard.append)
+            await brake.reached()
+            brake.let_go()
+        ended = [answer for answers in heard for _, answer in answers]
+        assert len(ended) == 2
+        assert all(
+            isinstance(one, EngineClosed) or one.finish_reason is FinishReason.ABORT
+            for one in ended
+        )
+        with pytest.raises(EngineClosed):
+            engine.submit([endless("t")], heard.append)
 
     asyncio.run(run())
 
@@ -337,7 +391,7 @@ def test_an_engine_whose_loop_was_closed_under_it_can_be_closed_on_another() -> 
     brake = Brake(engine, at=4)
 
     async def begin() -> None:
-        engine.submit(endless("r"))
+        engine.submit([endless("r")], lambda answers: None)
         await brake.reached()
 
     async def end() -> None:

@@ -20,7 +20,8 @@ from trainer.rollout import Prompt
 from trainer.user_code.pool import CallFailed, CallPool, CallTimedOut
 
 BAD_JUDGES = """
-import os, time
+import os, sys, time
+import numpy as np
 def hang(prompt, text):
     time.sleep(3600)
 def busy(prompt, text):
@@ -35,6 +36,18 @@ def dies(prompt, text):
     os._exit(7)
 def unsendable(prompt, text):
     return object()
+def forks(prompt, text):
+    os.fork()
+    time.sleep(3600)
+def comes_back_twice(prompt, text):
+    os.fork()
+    return float(text)
+def exits(prompt, text):
+    sys.exit(3)
+def reads(prompt, text):
+    return len(input())
+def computes(prompt, text):
+    return np.float32(0.5) if text else np.bool_(True)
 def prints(prompt, text):
     print("noise on stdout " * 100)
     return 0.25
@@ -118,7 +131,10 @@ async def test_format_reward_pays_the_right_digits_in_a_wrong_order() -> None:
         ("nonsense", "a finite number is needed"),
         ("nan", "a finite number is needed"),
         ("dies", "exit status 7"),
-        ("unsendable", "cannot be sent"),
+        ("forks", "no answer within 0.5 s"),
+        ("exits", "SystemExit: 3"),
+        ("reads", "EOFError"),
+        ("unsendable", "cannot be sent: object is no plain data"),
         ("half_a_letter", "cannot be sent"),
         ("says_half_a_letter", r"ValueError: .ud800"),
         ("absent", "has no `absent`"),
@@ -133,8 +149,13 @@ async def test_L13_a_bad_judge_fails_one_verdict_and_leaves_no_process(
     assert own_children() == []
 
 
-async def test_prints_and_coroutines_of_a_judge_do_no_harm(bad: Path) -> None:
-    for name, text, reward in (("prints", "x", 0.25), ("later", "abc", 1.0)):
+async def test_prints_coroutines_and_numbers_of_numpy_of_a_judge_do_no_harm(bad: Path) -> None:
+    for name, text, reward in (
+        ("prints", "x", 0.25),
+        ("later", "abc", 1.0),
+        ("computes", "x", 0.5),
+        ("computes", "", 1.0),
+    ):
         judge = JudgeConfig(kind="callable", target=f"{bad}:{name}", timeout_s=20)
         assert await verdict(judge, 3, text) == reward
 
@@ -147,6 +168,12 @@ async def test_a_pool_recovers_after_a_hang_and_serves_others_meanwhile(bad: Pat
         with pytest.raises(CallTimedOut):
             await hung
         assert await pool.call(f"{bad}:prints", {}, "") == 0.25
+
+
+async def test_a_judge_that_forks_answers_once(bad: Path) -> None:
+    async with CallPool(1, timeout_s=30) as pool:
+        for text in ("1", "2", "3"):
+            assert await pool.call(f"{bad}:comes_back_twice", {}, text) == float(text)
 
 
 async def test_a_cancelled_call_never_leaves_its_answer_to_the_next_one(bad: Path) -> None:

@@ -318,10 +318,14 @@ def _mix(base: type[ActorError], cause: Exception) -> ActorError | None:
             mixed = _mixed[key] = _mixed_class(base, type(cause))
         given = _init_args(cause)
         # Built-in classes keep state in C slots that only __init__ fills; others keep it in
-        # __dict__, and their __init__ may want arguments that we do not have.
-        native = next(c for c in type(cause).__mro__ if c.__module__ == "builtins")
+        # __dict__, and their __init__ may want arguments that we do not have. Along the layout, not
+        # the order of look-up: of a StoreFull that is Exception, although it is a MemoryError too.
+        native: type[Exception] = type(cause)
+        while native.__module__ != "builtins":
+            assert native.__base__ is not None
+            native = native.__base__
         error: ActorError = native.__new__(mixed, *given)
-        native.__init__(error, *given)  # type: ignore[misc]
+        native.__init__(error, *given)
         error.args = cause.args
         if isinstance(cause, (ImportError, NameError)):
             error.name = cause.name  # type: ignore[attr-defined]

@@ -97,6 +97,27 @@ def test_each_built_in_error_arrives_as_itself_and_can_be_passed_on(error: Excep
     assert isinstance(pickle.loads(pickle.dumps(once)), type(error))
 
 
+class _Ours(Exception):
+    """A root of errors, as libraries have them."""
+
+
+class _OursAndBuiltIn(_Ours, MemoryError):
+    """And one of them that is a built-in one as well; it keeps more than its text."""
+
+    def __init__(self, text: str = "", *, needed: int = 0) -> None:
+        super().__init__(text)
+        self.needed = needed
+
+
+def test_an_error_of_ours_and_of_a_built_in_class_arrives_as_both() -> None:
+    """It was text: which `__new__` makes it, its layout decides and not the order of its bases."""
+    sent = _OursAndBuiltIn("full", needed=3)
+    arrived = make_remote_error(sent, "ours", "full", "Traceback ...")
+    assert isinstance(arrived, _OursAndBuiltIn)
+    assert isinstance(arrived, RemoteError)
+    assert (str(arrived), arrived.needed) == ("full", 3)
+
+
 def test_an_error_of_an_unknown_class_is_text() -> None:
     arrived = make_remote_error(None, "far.away.Oops", "it broke", "Traceback ...")
     assert type(arrived) is RemoteError

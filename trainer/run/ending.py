@@ -10,6 +10,7 @@ import errno
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from shmstore import StoreFull, TableFull
 from trainer.ledger import ENDS
 from trainer.run.folder import BadRunFolder, RunFolder
 from trainer.run.plot import plot_rewards
@@ -34,10 +35,15 @@ def exit_status(summary: Summary) -> int:
 
 
 def failed(folder: RunFolder, error: BaseException) -> str:
-    """The error of a run that `error` ended; of a full disk with what to do."""
+    """The error of a run that `error` ended; of a full disk or arena with what to do."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += f"\n  what to do: make room there; {_going_on(folder)}"
+    if isinstance(error, StoreFull) and not isinstance(error, TableFull):
+        text += (
+            "\n  what to do: raise store.capacity, or lower replay.max_bytes, "
+            "rollout.prompts_per_step or schedule.max_staleness"
+        )
     return text
 
 

@@ -17,7 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import trainer.cli
 import trainer.run.eval_run
 import trainer.run.folder
+from actors.codec import make_remote_error
 from actors.rundir import check_name
+from shmstore import StoreFull, TableFull
 from trainer.config import load
 from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, describe, read_metrics
@@ -249,6 +251,17 @@ def test_a_run_that_a_full_disk_ended_says_where_and_what_to_do(folder: RunFolde
         f"`shmrl resume {folder.path}` begins again"
     )
     assert failed(folder, ValueError("x")) == "ValueError: x"
+
+
+def test_a_run_that_a_full_arena_ended_says_what_to_raise(folder: RunFolder) -> None:
+    """Also out of a process of the run, where it is a RemoteError, too."""
+    full = StoreFull("no room for 9 bytes", needed=9)
+    remote = make_remote_error(full, "shmstore.errors.StoreFull", str(full), "trace")
+    for error in (full, remote):
+        first, second = failed(folder, error).splitlines()
+        assert first == "StoreFull: no room for 9 bytes"
+        assert second.startswith("  what to do: raise store.capacity, or")
+    assert "capacity" not in failed(folder, TableFull("no row"))
 
 
 def test_the_command_alone_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,6 +191,7 @@ class Conversation:
             n_prompt_nodes=path.n_prompt_nodes,
             n_prompt_tokens=path.n_prompt_tokens,
             n_response_tokens=path.n_tokens - path.n_prompt_tokens,
+            n_sampled_tokens=path.n_sampled,
             model_step_min=path.step_min,
             model_step_max=path.step_max,
             finish_reason=self._reason,

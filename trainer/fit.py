@@ -27,7 +27,7 @@ from trainer.errors import TrainerError
 from trainer.metrics import MetricsWriter, tensorboard_missing
 from trainer.run import ending
 from trainer.run.beside import beside, first_error
-from trainer.run.desk import ProgressBoard, RemoteDesk
+from trainer.run.desk import FailedRollouts, ProgressBoard, RemoteDesk
 from trainer.run.display import Display, QuietDisplay, make_display
 from trainer.run.driver import Driver
 from trainer.run.folder import RunFolder
@@ -188,7 +188,9 @@ class _Run:
 
     async def _work(self, parts: Parts, dispatcher: Dispatcher, alarm: Alarm) -> None:
         """Trains. Production ends in order, or by a kill when nobody waits for it any more."""
-        desk = await parts.runtime.host(RemoteDesk(dispatcher, alarm.moved), name="desk")
+        desk = await parts.runtime.host(
+            RemoteDesk(dispatcher, alarm.moved, FailedRollouts(self.display.note).add), name="desk"
+        )
         in_order = True
         try:
             in_order = await self._train(parts, dispatcher, desk, alarm)

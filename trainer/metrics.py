@@ -63,7 +63,11 @@ CATALOG: Mapping[str, Metric] = {
         "step", "Mean staleness of the batch's rollouts, by their oldest token."
     ),
     "staleness_max": Metric("step", "Largest of them."),
-    "response_tokens_mean": Metric("token", "Mean length of a response."),
+    "response_tokens_mean": Metric(
+        "token",
+        "Mean length of a response: what the model sampled, and what tools and the environment "
+        "said after it.",
+    ),
     "step_s": Metric(
         "s", "From the end of training in the last step to its end in this one, evaluation apart."
     ),
@@ -87,10 +91,14 @@ CATALOG: Mapping[str, Metric] = {
         "process of its own), and `cpu/driver`. With more than one thread a process, arithmetic "
         "is what the first one computed.",
     ),
-    "tokens_generated": Metric("token", "Response tokens produced since the last step."),
-    "tokens_trained": Metric("token", "Response tokens in the batch."),
-    "tokens_per_s": Metric("token/s", "Response tokens produced since the last step, a second."),
-    "trained_tokens_per_s": Metric("token/s", "Response tokens trained, a second."),
+    "tokens_generated": Metric(
+        "token", "Tokens that the model sampled, of rollouts since the last step."
+    ),
+    "tokens_trained": Metric(
+        "token", "Tokens in the loss of the batch: sampled by the model, and not too old."
+    ),
+    "tokens_per_s": Metric("token/s", "`tokens_generated` a second."),
+    "trained_tokens_per_s": Metric("token/s", "`tokens_trained` a second."),
     "engine_busy": Metric("share", "Share of the step in which the engines computed."),
     "learner_wait_share": Metric("share", "wait_s / step_s."),
     "model_step": Metric("step", "Train step whose weights the engines use after the step."),

@@ -326,4 +326,6 @@ class Producer:
             if rollout.error_msg is not None:
                 known = rollout.error_msg in report.errors or len(report.errors) < ERRORS_MAX
                 text = rollout.error_msg if known else "(other errors)"
+                if text not in report.errors:
+                    _log.warning("a rollout of %s failed: %s", rollout.task, text)
                 report.errors[text] = report.errors.get(text, 0) + 1

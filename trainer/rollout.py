@@ -129,7 +129,8 @@ class Rollout(msgspec.Struct, frozen=True):
     model sampled after the last of them is a turn that was aborted and can go on.
     `n_prompt_nodes`: how many leading segments of the session are the prompt; expiry by retry cuts
     the session back to them. `model_step_min` / `max`: oldest and newest step that sampled a
-    trainable token, None while there is none.
+    trainable token, None while there is none. `n_sampled_tokens`: of the response, what the model
+    sampled and nobody else said; None where that was not counted.
     """
 
     session_id: str
@@ -150,6 +151,7 @@ class Rollout(msgspec.Struct, frozen=True):
     attempt: _Count = 0
     generation_time_s: _Finite = 0.0
     metrics: Mapping[str, _Finite] = msgspec.field(default_factory=dict)
+    n_sampled_tokens: _Count | None = None
 
     def __post_init__(self) -> None:
         if type(self.uid) is not str:
@@ -160,6 +162,12 @@ class Rollout(msgspec.Struct, frozen=True):
             raise BadGroup(
                 f"the status of rollout {self.uid!r} is {self.status!r}; give a member of Status"
             )
+
+    @property
+    def n_sampled(self) -> int:
+        """Response tokens that the model sampled; all, where nobody has said which."""
+        counted = self.n_sampled_tokens
+        return self.n_response_tokens if counted is None else counted
 
     @property
     def n_tokens(self) -> int:
@@ -178,6 +186,7 @@ class Rollout(msgspec.Struct, frozen=True):
             leaves=(),
             turns=(),
             n_response_tokens=0,
+            n_sampled_tokens=0,
             model_step_min=None,
             model_step_max=None,
             finish_reason=None,

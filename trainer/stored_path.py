@@ -51,6 +51,7 @@ class StoredPath:
         "n_prompt_nodes",
         "n_prompt_tokens",
         "n_routed",
+        "n_sampled",
         "n_tokens",
         "node",
         "said",
@@ -76,6 +77,7 @@ class StoredPath:
         self.n_tokens = 0
         self.n_prompt_nodes = 0
         self.n_prompt_tokens = 0
+        self.n_sampled = 0
         self.step_min: int | None = None
         self.step_max: int | None = None
         # The routing that the engine knows to be known, and what waits for room.
@@ -280,6 +282,7 @@ class StoredPath:
             self.n_tokens += n
             if steps is not None:
                 self._sampled_nodes.add(node)
+                self.n_sampled += n
                 known = steps.tolist()  # a handful: numpy's reductions cost more than the list
                 if self.step_min is not None and self.step_max is not None:
                     known += (self.step_min, self.step_max)

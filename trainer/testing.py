@@ -162,6 +162,7 @@ def store_group(
                 turns=(leaf,),
                 n_prompt_tokens=n_prompt,
                 n_response_tokens=n_response,
+                n_sampled_tokens=n_response,
                 model_step_min=model_step,
                 model_step_max=model_step,
             )

@@ -213,6 +213,7 @@ class TraceStore:
             n_prompt_nodes=first,
             n_prompt_tokens=n_prompt,
             n_response_tokens=sum(len(part.token_ids) for part in parts) - n_prompt,
+            n_sampled_tokens=len(steps),
             model_step_min=int(steps.min()) if len(steps) else None,
             model_step_max=int(steps.max()) if len(steps) else None,
         )

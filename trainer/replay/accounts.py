@@ -40,9 +40,9 @@ class Accounts:
         if first:
             self.ledger.book_produced(group.task, len(rollouts))
             window.produced_samples += len(rollouts)
-        window.produced_tokens += sum([r.n_response_tokens for r in rollouts])
+        window.produced_tokens += sum([r.n_sampled for r in rollouts])
         if before is not None:
-            window.produced_tokens -= sum([r.n_response_tokens for r in before.rollouts])
+            window.produced_tokens -= sum([r.n_sampled for r in before.rollouts])
         window.add_time(max([r.generation_time_s for r in rollouts]))
         if status is Status.COMPLETED:
             window.completed_samples += len(rollouts)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainer.dispatch import Dispatcher
     from trainer.work import HandedIn, Work
 
-__all__ = ["ProgressBoard", "RemoteDesk"]
+__all__ = ["FailedRollouts", "ProgressBoard", "RemoteDesk"]
 
 
 class ProgressBoard:
@@ -30,12 +30,42 @@ class ProgressBoard:
         self._display.phase(name, done, total, detail)
 
 
-class RemoteDesk:
-    """Keeps `trainer.producer.Desk`. `moved` hears of every group that was handed in."""
+class FailedRollouts:
+    """Tells a person of rollouts that failed: of the first at once, and again whenever they have
+    become ten times as many. A judge that always raises is seen long before its task ends by it.
+    """
 
-    def __init__(self, dispatcher: Dispatcher, moved: Callable[[str], None]) -> None:
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._count = 0
+        self._next = 1
+
+    def add(self, group: Group) -> None:
+        """A group that was handed in and failed."""
+        errors = [r.error_msg for r in group.rollouts if r.status is Status.FAILED]
+        self._count += len(errors)
+        if self._count < self._next or not errors:
+            return
+        while self._next <= self._count:
+            self._next *= 10
+        so_far = "a rollout" if self._count == 1 else f"{self._count} rollouts so far"
+        self._note(f"failed: {so_far} of task {group.task}; the last: {errors[-1]}")
+
+
+class RemoteDesk:
+    """Keeps `trainer.producer.Desk`. `moved` hears of every group that was handed in, `failed` of
+    each that had failed.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        moved: Callable[[str], None],
+        failed: Callable[[Group], None],
+    ) -> None:
         self._dispatcher = dispatcher
         self._moved = moved
+        self._failed = failed
 
     async def draw(self, owner: str, n: int = 1) -> Sequence[Work]:
         """See `Dispatcher.draw`."""
@@ -45,7 +75,9 @@ class RemoteDesk:
     async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[HandedIn]:
         """See `Dispatcher.put_all`."""
         outcomes = await self._dispatcher.put_all(groups, owner=owner, carried=True)
-        for outcome in outcomes:
+        for group, outcome in zip(groups, outcomes, strict=True):
+            if outcome is Status.FAILED:
+                self._failed(group)
             if isinstance(outcome, Status):
                 self._moved(f"{owner} handed in a group, {outcome.value}")
         return outcomes

@@ -27,7 +27,7 @@ from trainer.rollout import Batch, Prompt
 from trainer.run import step_metrics
 from trainer.run.display import Display
 from trainer.run.ending import not_kept
-from trainer.run.engine_actor import EngineUse
+from trainer.run.engine_actor import EngineUse, leave_out
 from trainer.run.folder import RunFolder
 from trainer.run.learner_actor import LEARNER_OWNER
 from trainer.run.step_metrics import StepTimes
@@ -218,6 +218,7 @@ class Driver:
         if not prompts:  # turned off, or no task holds anything out
             return
         self._display.phase("evaluate", 0, len(prompts))
+        use_before = await self._parts.producer.use()
         found = await self._parts.producer.evaluate(
             prompts, config.rollouts_per_prompt, config.temperature, config.timeout_s
         )
@@ -229,8 +230,10 @@ class Driver:
         if failed:
             detail += f" ({failed} of {int(found['rollouts'])} rollouts failed)"
         self._display.phase("evaluate", len(prompts), len(prompts), detail)
-        # Its work is no part of a step.
-        self._use, self._use_at_sync = await self._parts.producer.use(), {}
+        # Its work is no part of a step; what was done in the step before it is.
+        use_after = await self._parts.producer.use()
+        self._use = leave_out(self._use, use_before, use_after)
+        self._use_at_sync = leave_out(self._use_at_sync, use_before, use_after)
         self._moved("an evaluation ended")
         self._evaluated = {f"eval/{name}": value for name, value in found.items()}
         if reward is not None:
@@ -288,6 +291,7 @@ class Driver:
             overlap=self._config.schedule.name == "async",
         )
         found = step_metrics.batch_metrics(report.batch, report.train_step, len(self._config.tasks))
+        found["tokens_trained"] = report.metrics["tokens"]
         self._summary.add_step(
             found.get("reward", math.nan),  # none was scored since the last batch
             found["tokens_generated"],

@@ -9,11 +9,12 @@ the current weights before it is asked.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from trainer.config import Config
 from trainer.engine.protocol import (
@@ -34,6 +35,7 @@ __all__ = [
     "EngineActor",
     "EngineSetup",
     "EngineUse",
+    "leave_out",
     "make_engine",
     "to_bytes",
     "use_of",
@@ -63,6 +65,30 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     running: int
     waiting: int
     kv_bytes: int
+
+
+def leave_out(
+    use: Mapping[str, EngineUse], before: Mapping[str, EngineUse], after: Mapping[str, EngineUse]
+) -> dict[str, EngineUse]:
+    """Counters of a time before `before` with what was done from there to `after` added, so that
+    what is counted from them on leaves that out. An engine that began anew keeps its own.
+    """
+    return {
+        name: _plus(found, before[name], after[name])
+        if name in before and name in after and before[name].busy_s <= after[name].busy_s
+        else found
+        for name, found in use.items()
+    }
+
+
+def _plus(use: EngineUse, before: EngineUse, after: EngineUse) -> EngineUse:
+    return replace(
+        use,
+        tokens_generated=use.tokens_generated + after.tokens_generated - before.tokens_generated,
+        busy_s=use.busy_s + after.busy_s - before.busy_s,
+        cpu_s=use.cpu_s + after.cpu_s - before.cpu_s,
+        process_cpu_s=use.process_cpu_s + after.process_cpu_s - before.process_cpu_s,
+    )
 
 
 #: New weights and what the engines had done, once a step, as bytes: pickling them takes longer.

@@ -51,7 +51,6 @@ def batch_metrics(batch: Batch, train_step: int, tasks: int) -> dict[str, float]
         "staleness_mean": token_staleness(train_step, 0) - _mean(oldest),
         "staleness_max": float(token_staleness(train_step, min(oldest))) if oldest else 0.0,
         "response_tokens_mean": _mean(tokens),
-        "tokens_trained": float(sum(tokens)),
     }
     window = batch.report.metrics("window/")
     if "window/raw_reward_mean" in window:

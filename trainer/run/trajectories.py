@@ -48,6 +48,7 @@ def _row(group: Group, rollout: Rollout, traces: TraceStore) -> dict[str, Any]:
         "answer": str(group.prompt.answer) if group.prompt is not None else "",
         "reward": rollout.reward,
         "response_tokens": rollout.n_response_tokens,
+        "sampled_tokens": rollout.n_sampled,
         "model_step_min": rollout.model_step_min,
         "model_step_max": rollout.model_step_max,
     }

@@ -254,4 +254,5 @@ def check_trace(made: Desk, rollout: Rollout) -> Trace:
         rollout.model_step_max,
     )
     assert len(trace) == rollout.n_tokens
+    assert trace.n_trainable == rollout.n_sampled_tokens
     return trace

@@ -54,6 +54,20 @@ def test_what_the_learner_gets_is_what_the_engine_saw(store: Store, environment:
     run_virtual(main())
 
 
+def test_L29_tokens_are_counted_that_the_model_sampled_and_not_what_a_tool_said(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        async with desk(store, environment=TwoTurns(), budget=StalenessBudget(0)) as made:
+            batch = await made.dispatcher.take(1, owner="learner", timeout=1e4)
+            sampled = sum(check_trace(made, rollout).n_trainable for rollout in batch.rollouts)
+            assert batch.report.total.produced_tokens == sampled
+            assert sampled < sum(rollout.n_response_tokens for rollout in batch.rollouts)
+            made.traces.release(batch.session_ids, owner="learner")
+
+    run_virtual(main())
+
+
 def test_L05_the_prompt_of_a_group_is_stored_once_for_all_its_sessions(store: Store) -> None:
     async def main() -> None:
         async with desk(store, dispatch={**WIDE, "group_size": 4, "batch_groups": 1}) as made:

@@ -107,7 +107,7 @@ class _Mute(Exception):
     ],
 )
 def test_L13_an_error_fails_one_rollout_and_never_the_producer(
-    store: Store, options: dict[str, Any], said: str
+    store: Store, options: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
         async with desk(store, dispatch=WIDE, **options) as made:
@@ -121,6 +121,8 @@ def test_L13_an_error_fails_one_rollout_and_never_the_producer(
             if said == "TimeoutError: tool":  # the user's own environment
                 assert all(f'File "{__file__}", line' in text for text in errors), errors
             assert made.dispatcher.report()["failed"] > 0
+            for text in errors:  # each text is in the log once, at its first rollout
+                assert caplog.messages.count(f"a rollout of math failed: {text}") == 1
 
     run_virtual(main())
 

@@ -66,7 +66,7 @@ def test_it_stays_silent_while_things_move_and_wakes_once_a_limit(store: Store) 
 def _watched(made: Desk, limit_s: float, reports: list[NoProgress]) -> tuple[Watchdog, RemoteDesk]:
     """As `trainer.fit` joins them: the desk tells the watchdog what moved."""
     dog = Watchdog(limit_s, made.dispatcher.describe, reports.append)
-    made.producer._dispatcher = watched = RemoteDesk(made.dispatcher, dog.moved)
+    made.producer._dispatcher = watched = RemoteDesk(made.dispatcher, dog.moved, list)
     return dog, watched
 
 

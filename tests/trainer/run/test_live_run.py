@@ -73,6 +73,8 @@ def test_the_run_folder_holds_what_its_page_says(finished: tuple[runs.Result, ru
     rows = pq.read_table(run.folder / "trajectories/step-2.parquet").to_pylist()
     assert len(rows) == 16
     assert all(row["prompt"][-1] in "<>" and row["reward"] in (0.0, 1.0) for row in rows)
+    assert all(0 < row["sampled_tokens"] <= row["response_tokens"] for row in rows)
+    assert run.steps()[1]["tokens_trained"] == sum(row["sampled_tokens"] for row in rows)
     assert all((row["response"] == row["answer"]) == (row["reward"] == 1.0) for row in rows)
 
 

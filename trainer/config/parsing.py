@@ -117,7 +117,8 @@ def read_yaml(path: Path) -> Source:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigMistakes(str(path), [Mistake("(file)", f"cannot be read: {error}")]) from error
+        why = f"cannot be read: {error} (from {Path.cwd()})"
+        raise ConfigMistakes(str(path), [Mistake("(file)", why)]) from error
     return parse_yaml(text, str(path))
 
 

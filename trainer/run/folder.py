@@ -23,6 +23,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -86,7 +87,10 @@ class RunFolder:
                         f"{folder.path}: a run is named as its folder, and {problem}; rename it"
                     )
                 return folder
-        raise BadRunFolder(f"{path} is no run folder: it has no config.yaml (nor has runs/{path})")
+        raise BadRunFolder(
+            f"{path} is no run folder: it has no config.yaml, nor has runs/{path} (looked from "
+            f"{Path.cwd()})"
+        )
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -270,8 +274,14 @@ class RunFolder:
 
 
 def default_run_name(config_path: Path) -> str:
-    """`quickstart-1129-231502`: sortable, unique enough for one machine and checked on creation."""
-    plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in config_path.stem)
+    """`quickstart-1129-231502`: sortable, unique enough for one machine and checked on creation.
+
+    The `config.yaml` of a run gives the run's name, less the time in it.
+    """
+    stem = config_path.stem
+    if config_path.name == "config.yaml":
+        stem = re.sub(r"-\d{4}-\d{6}$", "", config_path.absolute().parent.name)
+    plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in stem)
     return f"{plain.strip('-')[:20] or 'run'}-{time.strftime('%m%d-%H%M%S')}"
 
 

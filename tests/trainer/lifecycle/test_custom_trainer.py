@@ -59,3 +59,16 @@ def test_the_loop_in_the_page_on_training_runs_as_it_stands() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(".0") == 2 * 4
+
+
+async def test_an_error_of_its_producer_ends_its_learner_at_once(store: Store) -> None:
+    trainer = runpy.run_path(str(EXAMPLE))
+
+    async def produce(*_: object) -> None:
+        raise ValueError("no engine")
+
+    train = trainer["train"]
+    train.__globals__["produce"] = produce
+    with pytest.raises(ExceptionGroup) as raised:
+        await train(store)
+    assert raised.group_contains(ValueError, match="no engine")

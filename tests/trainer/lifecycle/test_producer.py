@@ -127,6 +127,25 @@ class _SubmitsAgain(_Noted):
         super().submit(requests, answered)
 
 
+class _SaysItTwice(SubmittedEngine):
+    """Breaks its promise to answer a request once."""
+
+    def submit(
+        self, requests: Sequence[GenerateRequest], answered: Callable[[Answers], None]
+    ) -> None:
+        super().submit(requests, lambda answers: answered([*answers, *answers]))
+
+
+def test_an_answer_that_comes_again_is_not_heard(store: Store) -> None:
+    async def main() -> None:
+        async with desk(store, engine=_SaysItTwice(Script(token_s=0.1)), one_turn=True) as made:
+            for step in (1, 2):
+                batch = await made.train(step)
+                assert {r.status for r in batch.rollouts} == {Status.COMPLETED}
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize(("kind", "submits"), [(_Noted, False), (_SubmitsAgain, True)])
 def test_an_engine_is_asked_by_that_of_its_methods_which_was_overridden_last(
     store: Store, kind: type[_Noted], submits: bool

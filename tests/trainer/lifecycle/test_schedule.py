@@ -17,7 +17,7 @@ from trainer.engine.protocol import SyncMode, WeightsVersion
 from trainer.engine.scripted import Script
 from trainer.errors import ConfigError, EndOfData, EngineError, LearnerLost, LedgerError
 from trainer.producer import PauseReport, Producer
-from trainer.rollout import Batch
+from trainer.rollout import Batch, Prompt
 from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_schedule
 from trainer.staleness import StalenessBudget
 from trainer.testing import run_virtual
@@ -127,6 +127,28 @@ def test_L30_producers_that_have_nothing_in_production_are_not_told_to_rest(stor
             assert len(parts.reports) == 4
 
     run_virtual(main())
+
+
+def test_L25_prompts_are_made_ahead_for_steps_that_come_and_not_behind_the_last(
+    store: Store,
+) -> None:
+    made_after: list[tuple[int, str]] = []
+
+    async def main() -> None:
+        async with desk(store, budget=StalenessBudget(0)) as made:
+            parts = _Parts(made)
+
+            class Counted(Questions):
+                def prompt(self, index: int) -> Prompt:
+                    made_after.append((index, parts.log[-1] if parts.log else ""))
+                    return super().prompt(index)
+
+            made.dispatcher.sampler._sources["math"] = Counted()
+            await _run(made, "sync", parts)
+
+    run_virtual(main())
+    assert [index for index, _ in made_after] == list(range(8)), "each once, none for a fifth step"
+    assert [what for _, what in made_after[4:]] == ["told 1", "told 1", "told 2", "told 2"]
 
 
 def test_L30_the_producers_have_their_work_before_the_step_before_is_booked(store: Store) -> None:

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -443,7 +444,8 @@ def test_families_of_metrics_are_described_and_unknown_names_are_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["_x.yaml", "-a.yaml", "ü ü.yaml", ".yaml", "a.b_c.yaml", "x" * 80]
+    "file",
+    ["_x.yaml", "-a.yaml", "ü ü.yaml", ".yaml", "a.b_c.yaml", "x" * 80, "config.yaml"],
 )
 def test_the_default_name_of_a_run_is_one_that_the_runtime_takes(file: str) -> None:
     check_name("the name of a run", default_run_name(Path(file)))
@@ -483,6 +485,12 @@ def test_a_run_whose_disk_is_full_or_read_only_is_not_resumed_and_says_so(
         said = capsys.readouterr().err
         assert f"[Errno 28] No space left on device: '{folder.path / refused}'" in said
         assert "make room there" in said
+
+
+def test_a_run_trained_again_is_named_after_the_first() -> None:
+    assert default_run_name(Path("runs/mine/config.yaml")).startswith("mine-")
+    again = default_run_name(Path("runs/quick-1129-231502/config.yaml"))
+    assert re.fullmatch(r"quick-\d{4}-\d{6}", again)
 
 
 def test_an_evaluation_in_which_every_rollout_failed_ends_with_1(

@@ -78,22 +78,31 @@ class ActorDied(ActorError):
     """The call cannot be answered because the actor's process is gone.
 
     The call ran at most once; whether it ran is not known. Attributes: `actor` (name), `reason`,
-    `exit_code` (as `subprocess` counts: negative is a signal; None when not known), `stderr_tail`.
+    `exit_code` (as `subprocess` counts: negative is a signal; None when not known), `stderr_tail`,
+    `restarting` (it is being started again).
     """
 
     def __init__(
-        self, actor: str, reason: str, exit_code: int | None = None, stderr_tail: str = ""
+        self,
+        actor: str,
+        reason: str,
+        exit_code: int | None = None,
+        stderr_tail: str = "",
+        restarting: bool = False,
     ) -> None:
-        super().__init__(actor, reason, exit_code, stderr_tail)
+        super().__init__(actor, reason, exit_code, stderr_tail, restarting)
         self.actor = actor
         self.reason = reason
         self.exit_code = exit_code
         self.stderr_tail = stderr_tail
+        self.restarting = restarting
 
     def __str__(self) -> str:
         text = f"actor {self.actor!r} died: {self.reason}"
         if self.exit_code is not None:
             text += f" (exit code {self.exit_code})"
+        if self.restarting:
+            text += '; it is being started again, and `using(when_down="wait")` waits for that'
         if self.stderr_tail:
             text += "; its last lines on stderr:\n" + self.stderr_tail
         return text

@@ -83,9 +83,7 @@ class Peer:
 
     def died(self) -> ActorDied:
         reason, exit_code, tail = self.death or ("it is not running", None, "")
-        if self.state == State.RESTARTING:
-            reason += '; it is being started again, and `using(when_down="wait")` waits for that'
-        return ActorDied(self.name, reason, exit_code, tail)
+        return ActorDied(self.name, reason, exit_code, tail, self.state == State.RESTARTING)
 
 
 def timeout_of(timeout_s: float | None, deadline_ns: int) -> tuple[float | None, int]:

@@ -244,6 +244,25 @@ def test_requests_given_together_are_answered_each_once_also_those_that_are_refu
     asyncio.run(run())
 
 
+def test_a_listener_that_raises_is_reported_and_keeps_nothing_from_the_others() -> None:
+    async def run() -> None:
+        reported: list[Any] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, about: reported.append(about["exception"]))
+
+        def raises(_: Answers) -> None:
+            raise ValueError("a listener")
+
+        async with running() as engine:
+            for limit in (2, 50):  # one ends by itself, one when the engine is closed
+                engine.submit([request(f"r{limit}", [3, 4], max_new_tokens=limit)], raises)
+                other = request(f"s{limit}", [3, 4], max_new_tokens=2)
+                assert (await engine.generate(other)).token_ids.size
+        assert list(map(type, reported)) == [ValueError] * 2
+
+    asyncio.run(run())
+
+
 def test_a_closed_engine_answers_what_was_submitted() -> None:
     async def run() -> None:
         heard: list[Answers] = []

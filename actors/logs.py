@@ -15,10 +15,13 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
-__all__ = ["LINE_BYTES_MAX", "TAIL_LINES_MAX", "LogPump", "make_pipe"]
+__all__ = ["CRASH_LINES_MAX", "LINE_BYTES_MAX", "TAIL_LINES_MAX", "LogPump", "make_pipe"]
 
 TAIL_LINES_MAX = 20
+CRASH_LINES_MAX = 8
+"""Of what the interpreter writes when it crashes: the cause and the frames that led to it."""
 LINE_BYTES_MAX = 8192
+_CRASH = "Fatal Python error: "
 _READ_BYTES = 1 << 16
 # So that a driver that is busy for a while does not stop actors that print.
 _PIPE_BYTES = 1 << 20
@@ -49,6 +52,7 @@ class LogPump:
         file: Path | None,
     ) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES_MAX)
+        self._crash: list[str] = []
         self._loop = loop
         self._fd = fd
         self._prefix = f"[{name}] "
@@ -60,6 +64,12 @@ class LogPump:
         self._rest = b""
         self._open = True
         loop.add_reader(fd, self.drain)
+
+    def last_words(self) -> str:
+        """The last lines; of a crash, whose dump ends in a list of modules, its beginning too."""
+        if not self._crash or self._crash[0] in self.tail:
+            return "\n".join(self.tail)
+        return "\n".join([*self._crash, "...", *self.tail])
 
     def drain(self) -> None:
         """Take what is there; at the end of the stream close it."""
@@ -87,6 +97,10 @@ class LogPump:
     def _emit(self, line: bytes) -> None:
         text = line[:LINE_BYTES_MAX].decode("utf-8", "replace")
         self.tail.append(text)
+        if text.startswith(_CRASH):
+            self._crash = [text]
+        elif self._crash and len(self._crash) < CRASH_LINES_MAX:
+            self._crash.append(text)
         if self._file is not None:
             self._file.write(text + "\n")
         if self._forward:

@@ -83,6 +83,8 @@ class Peer:
 
     def died(self) -> ActorDied:
         reason, exit_code, tail = self.death or ("it is not running", None, "")
+        if self.state == State.RESTARTING:
+            reason += '; it is being started again, and `using(when_down="wait")` waits for that'
         return ActorDied(self.name, reason, exit_code, tail)
 
 

@@ -301,7 +301,7 @@ class Supervisor:
         for pump in record.pumps:
             pump.drain()
         record.exit_code = exit_code
-        record.stderr_tail = "\n".join(record.pumps[1].tail) if record.pumps else ""
+        record.stderr_tail = record.pumps[1].last_words() if record.pumps else ""
         record.reason = record.doom or reason_of(exit_code)
         if record.exit is not None and not record.exit.done():
             record.exit.set_result(None)

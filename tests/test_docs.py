@@ -19,6 +19,7 @@ from pathlib import Path
 
 from shmstore import Store
 from tests import tree
+from trainer.metrics import CATALOG, describe
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>[\w+-]*)[^\n]*\n(?P<body>.*?)^ *```", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
@@ -238,3 +239,22 @@ def test_files_that_comments_name_exist() -> None:
         if found not in placeholders and not any(f"/{p}".endswith(f"/{found}") for p in paths)
     ]
     assert not problems, "\n" + "\n".join(problems)
+
+
+def test_metrics_that_the_documents_name_exist() -> None:
+    """A word that begins as metrics do and is none, nor a field of the configuration, is the name
+    of a metric that is gone.
+    """
+    beginnings = {found[0] for name in CATALOG if (found := _BEGINNING.match(name))}
+    fields = set(re.findall(r"`\w+\.(\w+)", tree.source(tree.ROOT / "docs/config.md")))
+    problems = [
+        f"{name}: `{word}` is no metric"
+        for name in ("README.md", "docs/errors.md", "docs/training.md")
+        for word in re.findall(r"`([a-z]+[_/][a-z0-9_/]+)`", tree.source(tree.ROOT / name))
+        if (found := _BEGINNING.match(word)) and found[0] in beginnings
+        if describe(word) is None and word not in fields
+    ]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+_BEGINNING = re.compile(r"[a-z]+[_/]")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import actors
+from actors.logs import CRASH_LINES_MAX, TAIL_LINES_MAX, LogPump, make_pipe
+from actors.peers import Peer, State
 
 from .conftest import death_is_known, is_alive, wait_until_gone
 from .victims import NOTICE_S, Victim
@@ -101,6 +103,30 @@ async def test_a_restarted_actor_answers_and_calls_in_flight_ran_at_most_once() 
         second = await victim.pid.using(when_down="wait")()
         assert second != first
         assert await victim.incarnation() == 2
+
+
+async def test_of_a_crash_the_cause_is_told_however_long_the_dump_behind_it_is() -> None:
+    read, write = make_pipe()
+    pump = LogPump(asyncio.get_running_loop(), read, "a", to_stderr=True, forward=False, file=None)
+    dump = ["Fatal Python error: Segmentation fault", "", "Current thread 0x7f (most recent call"]
+    lines = [*(f"before {n}" for n in range(9)), *dump, *(f"  File {n}" for n in range(90))]
+    os.write(write, "\n".join([*lines, ""]).encode())
+    os.close(write)
+    pump.drain()
+    told = pump.last_words().splitlines()
+    assert told[:3] == dump
+    assert told[3] == "  File 0"
+    assert told[-1] == "  File 89"
+    assert len(told) == CRASH_LINES_MAX + 1 + TAIL_LINES_MAX
+
+
+def test_a_call_that_fails_in_a_restart_is_told_how_to_wait_for_its_end() -> None:
+    peer = Peer(7, "victim", 1)
+    peer.death = ("killed by SIGKILL", -9, "")
+    for state, hint in ((State.DEAD, False), (State.RESTARTING, True)):
+        peer.state = state
+        assert str(peer.died()).startswith("actor 'victim' died: killed by SIGKILL")
+        assert ('`using(when_down="wait")` waits for that' in str(peer.died())) == hint
 
 
 async def test_calls_during_a_restart_fail_fast_or_wait_as_asked() -> None:

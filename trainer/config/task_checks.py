@@ -18,13 +18,21 @@ from pathlib import Path
 from trainer.config.model_checks import has_chat_template
 from trainer.config.schema import Config, TaskConfig
 from trainer.config.target_checks import environment_problems, judge_problems, tool_problems
-from trainer.environments.sources import BadPrompts, build_source, gym_datasets, jsonl_problems
+from trainer.environments.sources import (
+    BadPrompts,
+    PromptSource,
+    build_source,
+    gym_datasets,
+    jsonl_problems,
+)
 
 __all__ = ["check_tasks"]
 
 _Found = Iterator[tuple[str, str]]
 _PROBLEMS_SHOWN_MAX = 5
 """Bad lines of one prompt file that are told one by one."""
+_PROMPTS_READ_MAX = 256
+"""On each side, for characters that no tokenizer of characters would know."""
 
 
 def check_tasks(config: Config) -> _Found:
@@ -86,6 +94,15 @@ def _prompts(config: Config, task: TaskConfig) -> _Found:
     except BadPrompts as error:
         yield "source.holdout", str(error)
         return
+    if config.model.tokenizer == "char" and task.environment.kind == "single_turn":
+        unknown = _characters(sides) - {*config.model.alphabet}
+        if unknown:
+            named = _some([repr(one) for one in sorted(unknown)])
+            yield (
+                "source",
+                f"prompts hold characters that are not in model.alphabet ({named}): add them to "
+                "it, or use another tokenizer",
+            )
     if first.messages is None:
         return
     if warms:
@@ -101,6 +118,18 @@ def _prompts(config: Config, task: TaskConfig) -> _Found:
             f"gives messages, but the tokenizer in {folder!r} has no chat template: give prompts "
             "as text, with source.chat: false and source.system: null",
         )
+
+
+def _characters(sides: Sequence[PromptSource]) -> set[str]:
+    """Of the first prompts on each side."""
+    found: set[str] = set()
+    for side in sides:
+        for index in range(min(side.size or _PROMPTS_READ_MAX, _PROMPTS_READ_MAX)):
+            prompt = side.prompt(index)
+            found.update(prompt.text or "")
+            for message in prompt.messages or ():
+                found.update(str(message["content"]))
+    return found
 
 
 def _judge(task: TaskConfig) -> _Found:

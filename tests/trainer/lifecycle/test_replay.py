@@ -29,9 +29,8 @@ P, L = "producer-0", "learner"
 
 
 async def test_L06_taking_moves_exactly_the_sessions_of_the_batch(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     for uid in ("a", "b", "c"):
         await put(buffer, traces, uid)
     traces.open("meanwhile", owner=P)
@@ -46,9 +45,8 @@ async def test_L06_taking_moves_exactly_the_sessions_of_the_batch(
 
 
 async def test_L06_when_the_sessions_cannot_move_the_groups_stay(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     await put(buffer, traces, "a")
     await put(buffer, traces, "b")
     store.sessions.release(["b-1"], owner="*")
@@ -241,8 +239,7 @@ async def test_a_group_that_is_stale_on_arrival_is_expired_at_once(
     drop.check_books()
 
 
-async def test_L29_each_count_is_handed_out_once(store: Store, traces: TraceStore) -> None:
-    buffer = ReplayBuffer(store)
+async def test_L29_each_count_is_handed_out_once(traces: TraceStore, buffer: ReplayBuffer) -> None:
     for i in range(3):
         await put(buffer, traces, f"a{i}", reward=float(i))
     await put(buffer, traces, "f", status=Status.FILTERED, reward=5.0)
@@ -258,9 +255,8 @@ async def test_L29_each_count_is_handed_out_once(store: Store, traces: TraceStor
 
 
 async def test_a_lent_group_is_produced_once_however_often_it_is_handed_in(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     await put(buffer, traces, "a", status=Status.ABORTED, reward=None)
     lent = buffer.lend("math", Status.ABORTED, owner=P)
     assert lent is not None
@@ -275,10 +271,9 @@ async def test_a_lent_group_is_produced_once_however_often_it_is_handed_in(
 
 
 async def test_a_lent_group_that_is_put_again_as_another_is_refused_and_stays_lent(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
     """It would be filed, and the books would break at its end."""
-    buffer = ReplayBuffer(store)
     await put(buffer, traces, "a", status=Status.ABORTED)
     lent = buffer.lend("math", Status.ABORTED, owner=P)
     assert lent is not None
@@ -315,9 +310,8 @@ async def test_a_lent_group_that_is_put_again_as_another_is_refused_and_stays_le
 
 
 async def test_a_lent_group_is_given_up_as_a_whole_whatever_is_left_of_it(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     await put(buffer, traces, "a", status=Status.ABORTED)
     lent = buffer.lend("math", Status.ABORTED, owner=P)
     assert lent is not None
@@ -330,9 +324,8 @@ async def test_a_lent_group_is_given_up_as_a_whole_whatever_is_left_of_it(
 
 
 async def test_L07_what_a_closed_buffer_had_fallen_back_to_it_is_not_booked_as_trained(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     await put(buffer, traces, "a")
     batch = await buffer.take({"math": 1}, train_step=1, owner=L)
     store.sessions.transfer(batch.session_ids, src=L, dst=buffer.owner)  # as its heir does
@@ -342,8 +335,9 @@ async def test_L07_what_a_closed_buffer_had_fallen_back_to_it_is_not_booked_as_t
     assert buffer.accounts.ledger.total.cancelled == 2
 
 
-async def test_L26_only_who_has_a_group_can_give_it_up(store: Store, traces: TraceStore) -> None:
-    buffer = ReplayBuffer(store)
+async def test_L26_only_who_has_a_group_can_give_it_up(
+    traces: TraceStore, buffer: ReplayBuffer
+) -> None:
     filed, taken, foreign = (store_group(traces, uid) for uid in ("filed", "taken", "foreign"))
     await buffer.put(taken, owner=P)
     batch = await buffer.take({"math": 1}, train_step=1, owner=L)
@@ -364,8 +358,9 @@ async def test_L26_only_who_has_a_group_can_give_it_up(store: Store, traces: Tra
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "soon", True])
-async def test_a_wait_that_cannot_be_meant_is_refused_at_once(store: Store, timeout: Any) -> None:
-    buffer = ReplayBuffer(store)
+async def test_a_wait_that_cannot_be_meant_is_refused_at_once(
+    timeout: Any, buffer: ReplayBuffer
+) -> None:
     with pytest.raises(ReplayError, match=f"the timeout is {timeout!r}; it is a number of seconds"):
         await buffer.take({"math": 1}, train_step=1, owner=L, timeout=timeout)
     with pytest.raises(ReplayError, match="a number of seconds"):
@@ -374,9 +369,8 @@ async def test_a_wait_that_cannot_be_meant_is_refused_at_once(store: Store, time
 
 @pytest.mark.parametrize("owner", ["replay", "", None])
 async def test_groups_go_only_to_whom_the_buffer_can_tell_from_itself(
-    store: Store, owner: Any
+    owner: Any, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     with pytest.raises(ReplayError, match=f"a name of its own, not to {owner!r}"):
         await buffer.take({"math": 1}, train_step=1, owner=owner)
     with pytest.raises(ReplayError, match="a name of its own"):
@@ -384,9 +378,8 @@ async def test_groups_go_only_to_whom_the_buffer_can_tell_from_itself(
 
 
 async def test_L26_a_lost_rollout_shows_in_the_books_with_every_counter(
-    store: Store, traces: TraceStore
+    traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     await put(buffer, traces, "a")
     buffer._index.remove("a")  # what a bug would do
     with pytest.raises(LedgerError, match=r"math: produced 2 = buffered 0 .* off by \+2"):
@@ -394,9 +387,8 @@ async def test_L26_a_lost_rollout_shows_in_the_books_with_every_counter(
 
 
 async def test_L07_the_batch_of_a_dead_learner_is_offered_again_in_its_old_place(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     for uid in ("a", "b", "c"):
         await put(buffer, traces, uid)
     batch = await buffer.take({"math": 2}, train_step=1, owner=L)
@@ -410,9 +402,8 @@ async def test_L07_the_batch_of_a_dead_learner_is_offered_again_in_its_old_place
 
 
 async def test_L07_a_learner_that_died_after_its_release_has_trained_its_batch(
-    store: Store, traces: TraceStore
+    traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     await put(buffer, traces, "a")
     batch = await buffer.take({"math": 1}, train_step=1, owner=L)
     traces.release(batch.session_ids, owner=L)

@@ -29,9 +29,8 @@ P, L = "producer-0", "learner"
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.FILTERED])
 async def test_L09_tokens_of_useless_groups_count_also_when_their_producer_counts_nothing(
-    store: Store, traces: TraceStore, status: Status
+    traces: TraceStore, status: Status, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     for uid in ("bad", "good"):
         group = store_group(traces, uid)
         members = [
@@ -46,9 +45,8 @@ async def test_L09_tokens_of_useless_groups_count_also_when_their_producer_count
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.COMPLETED])
 async def test_L04_a_group_whose_sessions_are_somebody_elses_is_refused_and_nothing_changes(
-    store: Store, traces: TraceStore, status: Status
+    store: Store, traces: TraceStore, status: Status, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     group = store_group(traces, "a", owner="other", status=status)
     with pytest.raises(NotOwner, match="'a-0'"):
         await buffer.put(group, owner=P)
@@ -98,9 +96,8 @@ class _Thing:
     ],
 )
 async def test_L25_what_a_snapshot_could_not_keep_is_refused_at_put_with_its_path(
-    store: Store, traces: TraceStore, changes: dict[str, Any], said: str
+    store: Store, traces: TraceStore, changes: dict[str, Any], said: str, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     group = store_group(traces, "a")
     prompt = Prompt(**{"uid": "p", "task": "math", **changes})
     bad = group.evolve(prompt=prompt)
@@ -116,9 +113,8 @@ async def test_L25_what_a_snapshot_could_not_keep_is_refused_at_put_with_its_pat
 
 
 async def test_numbers_of_numpy_are_filed_as_plain_ones_and_others_refused(
-    store: Store, traces: TraceStore, tmp_path: Path
+    store: Store, traces: TraceStore, tmp_path: Path, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     group = store_group(traces, "a")
     first, second = group.rollouts
     odd = first.evolve(reward=np.float32(0.5), leaves=(np.int64(1),), metrics={"kl": np.float64(2)})
@@ -179,9 +175,8 @@ async def test_a_group_of_no_task_is_refused(store: Store, traces: TraceStore) -
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.FILTERED])
 async def test_L09_useless_groups_are_counted_and_released_and_never_filed(
-    store: Store, traces: TraceStore, status: Status
+    store: Store, traces: TraceStore, status: Status, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     group = store_group(traces, "bad", status=status, reward=0.25)
     assert await buffer.put(group, owner=P, train_step=1) is status
     assert group.status is status  # reading it later says the same
@@ -199,18 +194,16 @@ async def test_L09_useless_groups_are_counted_and_released_and_never_filed(
 
 @pytest.mark.parametrize("status", [Status.COMPLETED, Status.ABORTED, Status.EXPIRED])
 async def test_L10_filed_groups_and_their_sessions_belong_to_the_buffer(
-    store: Store, traces: TraceStore, status: Status
+    store: Store, traces: TraceStore, status: Status, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     assert await put(buffer, traces, "a", status=status) is status
     assert buffer.count("math", status) == 1
     assert store.sessions.list("replay") == ["a-0", "a-1"]
 
 
 async def test_L10_a_group_whose_sessions_are_not_the_producers_is_refused_whole(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     group = store_group(traces, "a", owner="somebody")
     with pytest.raises(NotOwner):
         await buffer.put(group, owner=P, train_step=1)
@@ -220,9 +213,8 @@ async def test_L10_a_group_whose_sessions_are_not_the_producers_is_refused_whole
 
 
 async def test_groups_that_cannot_be_filed_are_refused_with_the_reason(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     unfinished = Group("i", "math", None, (Rollout("i-0", status=Status.INIT),))
     with pytest.raises(BadGroup, match=r"\['i-0'\] of group 'i' are still INIT"):
         await buffer.put(unfinished, owner=P)

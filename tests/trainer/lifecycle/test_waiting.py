@@ -50,9 +50,8 @@ class _Room:
 
 
 async def test_L14_a_taker_wakes_when_its_batch_is_complete_and_not_before(
-    store: Store, traces: TraceStore
+    traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     looks = 0
     can_meet = buffer.waiting.can_meet
 
@@ -75,9 +74,8 @@ async def test_L14_a_taker_wakes_when_its_batch_is_complete_and_not_before(
 
 
 async def test_L14_takers_are_served_in_the_order_in_which_they_came(
-    store: Store, traces: TraceStore
+    traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     first = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="one"))
     await asyncio.sleep(0)
     second = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="two"))
@@ -105,9 +103,8 @@ async def test_what_expires_while_a_taker_waits_is_not_handed_out(
 
 
 async def test_take_says_what_is_missing_when_its_time_is_over(
-    store: Store, traces: TraceStore
+    traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     await put(buffer, traces, "a")
     with pytest.raises(
         TakeTimeout, match=r"need {'math': 2}, in the buffer {'math': {'completed': 1}}"
@@ -117,9 +114,8 @@ async def test_take_says_what_is_missing_when_its_time_is_over(
 
 
 async def test_a_taker_that_is_cancelled_takes_nothing_and_blocks_nobody(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     first = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="one"))
     second = asyncio.create_task(buffer.take({"math": 1}, train_step=1, owner="two"))
     await asyncio.sleep(0)
@@ -275,9 +271,8 @@ async def test_L10_a_group_that_was_given_up_while_it_waited_for_room_is_not_boo
 
 
 async def test_a_group_is_filed_once_when_it_is_put_twice_at_the_same_time(
-    store: Store, traces: TraceStore
+    traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     group, once = await waits_for_room(buffer, traces)
     twice = await begins(buffer.put(group, owner=P))
     buffer.max_bytes = None

@@ -37,9 +37,8 @@ async def test_a_dead_part_reaches_takers_putters_and_all_who_come_later(
 
 
 async def test_the_end_of_a_task_reaches_only_those_who_need_more_of_it(
-    store: Store, traces: TraceStore
+    traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     await put(buffer, traces, "a")
     waiting = asyncio.create_task(buffer.take({"math": 2}, train_step=1, owner=L))
     await asyncio.sleep(0)
@@ -78,9 +77,8 @@ async def test_L12_takes_and_puts_for_a_dead_owner_end_and_take_nothing(
 
 
 async def test_a_take_that_could_be_met_hears_of_a_dead_part_all_the_same(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     woken = await begins(buffer.take({"math": 1}, train_step=1, owner=L))
     await put(buffer, traces, "a")
     buffer.waiting.fail("producer-0", "killed by signal 9")
@@ -90,9 +88,10 @@ async def test_a_take_that_could_be_met_hears_of_a_dead_part_all_the_same(
     assert store.sessions.list(L) == []
 
 
-async def test_L07_a_taker_that_dies_as_its_task_ends_is_told_of_its_death(store: Store) -> None:
+async def test_L07_a_taker_that_dies_as_its_task_ends_is_told_of_its_death(
+    buffer: ReplayBuffer,
+) -> None:
     """Told of the end alone, whoever asks for it would ask again, for a dead owner."""
-    buffer = ReplayBuffer(store)
     taking = asyncio.create_task(buffer.take({"code": 1}, train_step=1, owner="learner"))
     await asyncio.sleep(0)
     buffer.waiting.end_task("code", "it is over")
@@ -102,9 +101,8 @@ async def test_L07_a_taker_that_dies_as_its_task_ends_is_told_of_its_death(store
 
 
 async def test_whoever_waits_when_the_buffer_is_closed_or_comes_later_is_told(
-    store: Store, traces: TraceStore
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:
-    buffer = ReplayBuffer(store)
     _, putting = await waits_for_room(buffer, traces)
     second = await begins(buffer.put(store_group(traces, "later"), owner=P))
     taking = await begins(buffer.take({"code": 1}, train_step=1, owner=L))
@@ -125,8 +123,9 @@ async def test_whoever_waits_when_the_buffer_is_closed_or_comes_later_is_told(
     buffer.check_books()
 
 
-async def test_what_comes_back_to_a_closed_buffer_ends(store: Store, traces: TraceStore) -> None:
-    buffer = ReplayBuffer(store)
+async def test_what_comes_back_to_a_closed_buffer_ends(
+    store: Store, traces: TraceStore, buffer: ReplayBuffer
+) -> None:
     for uid, owner in (("a", L), ("b", "second")):
         await put(buffer, traces, uid)
         await buffer.take({"math": 1}, train_step=1, owner=owner)
@@ -139,8 +138,9 @@ async def test_what_comes_back_to_a_closed_buffer_ends(store: Store, traces: Tra
     buffer.check_books()
 
 
-async def test_a_close_does_not_hide_of_what_the_run_died(store: Store, traces: TraceStore) -> None:
-    buffer = ReplayBuffer(store)
+async def test_a_close_does_not_hide_of_what_the_run_died(
+    traces: TraceStore, buffer: ReplayBuffer
+) -> None:
     _, putting = await waits_for_room(buffer, traces)
     buffer.waiting.fail("engine", "exit code 1")
     buffer.close()

@@ -43,6 +43,17 @@ schedule: {sync_every: 2, nmae: sync}
 """
 
 
+def test_characters_of_prompts_that_the_tokenizer_does_not_know_are_told(tmp_path: Path) -> None:
+    """Every rollout of them failed, 512 groups in a row."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "1<", "answer": "1"}\n{"prompt": "né €", "answer": "2"}\n')
+    text = GOOD.replace(
+        "dataset: number_sorting, render: compact_sorting", f"kind: jsonl, path: '{prompts}'"
+    )
+    found = mistakes(tmp_path, text, "eval.prompts=0", "tasks[0].source.holdout=0")
+    assert "not in model.alphabet ('é'; '€'): add them to it" in found["tasks[0].source"]
+
+
 def test_all_mistakes_are_told_at_once_with_status_2_and_neither_process_nor_folder_comes_of_it(
     tmp_path: Path,
 ) -> None:

@@ -224,13 +224,14 @@ def test_requests_given_together_are_answered_each_once_also_those_that_are_refu
 
             def answered(answers: Answers) -> None:
                 heard.extend((asked.request_id, type(answer)) for asked, answer in answers)
-                if len(heard) == 3:
+                if len(heard) == 4:
                     all_heard.set()
 
             asked = [
                 request("a", [3, 4], max_new_tokens=2),
                 request("empty", []),
                 request("b", [3, 4], max_new_tokens=5),
+                request("c", [3, 4]).evolve(token_ids=[1 << 40]),
             ]
             engine.submit(asked, answered)
             assert not heard, "not before submit has returned"
@@ -238,6 +239,7 @@ def test_requests_given_together_are_answered_each_once_also_those_that_are_refu
             assert sorted(heard, key=lambda one: one[0]) == [
                 ("a", Generation),
                 ("b", Generation),
+                ("c", OverflowError),
                 ("empty", EngineError),
             ]
 

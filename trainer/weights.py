@@ -10,8 +10,9 @@ last engine has moved on.
 
 On the CPU a writer and a reader put the parameters of their model side by side, in one piece of
 memory for each type, in which they lie as in the object: weights are then copied in one go, like
-any other bytes. The parameters stay there. Where they lie in an object is worked out once, and an
-object that begins with the same bytes as the one before is not read again.
+any other bytes. The parameters stay there; those of a type in which some share memory stay where
+they were. Where they lie in an object is worked out once, and an object that begins with the same
+bytes as the one before is not read again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import dataclasses
 import itertools
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +92,7 @@ class _Parameters:
         self.at: dict[str, tuple[torch.Tensor, int]] = {}
         """The row of each, and its first item there; neighbours follow each other."""
         for named in _by_type(self.named):
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and not _overlap(named.values()):
                 self.at.update(_side_by_side(named))
             else:
                 self.at.update((name, (_alone(value), 0)) for name, value in named.items())
@@ -111,7 +113,7 @@ class _Parameters:
     def check(self) -> None:
         """They must be where they were when they became rows."""
         now = [value.data_ptr() for value in self._live]
-        moved = 0 if now == self._addresses else len({*now} - {*self._addresses})
+        moved = sum(map(operator.ne, now, self._addresses))
         assert not moved, f"{moved} parameters are not where they were"
 
 
@@ -129,6 +131,18 @@ def _by_type(named: Mapping[str, torch.Tensor]) -> Iterable[dict[str, torch.Tens
     for name, value in named.items():
         found.setdefault(value.dtype, {})[name] = value
     return found.values()
+
+
+def _overlap(values: Iterable[torch.Tensor]) -> bool:
+    """Whether some share memory, which must stay so: tied by `.data`, or views of one tensor."""
+    spans = sorted(_span(value) for value in values if value.numel())
+    return any(stop > start for (_, stop), (start, _) in itertools.pairwise(spans))
+
+
+def _span(value: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and of the one behind its last."""
+    reach = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    return value.data_ptr(), value.data_ptr() + (reach + 1) * value.itemsize
 
 
 def _alone(value: torch.Tensor) -> torch.Tensor:
@@ -163,6 +177,7 @@ def _lie_so(values: Sequence[torch.Tensor], ends: Sequence[int]) -> bool:
     return storage.nbytes() == ends[-1] * values[0].itemsize and all(
         value.is_contiguous() and value.data_ptr() == storage.data_ptr() + first * value.itemsize
         for value, first in zip(values, [0, *ends[:-1]], strict=True)
+        if value.numel()  # an empty one is nowhere
     )
 
 

@@ -192,7 +192,7 @@ class TorchEngine:
         for request in requests:
             try:
                 sequence = self._accept(request, answered)
-            except EngineError as error:
+            except Exception as error:  # whatever is wrong with one is for that one to hear
                 refused.append((request, error))
             else:
                 self._asked.add(sequence)
@@ -350,9 +350,7 @@ class TorchEngine:
 
     def _end_all(self, error: EngineError) -> None:
         """Nobody waits any more: requests and new weights that are still open fail with `error`."""
-        asked, self._asked = self._asked, set()
-        for sequence in asked:
-            sequence.answered([(sequence.request, error)])
+        self._deliver([(sequence, error) for sequence in self._asked])
         for item in (*self._inbox, *self._swaps):
             if isinstance(item, _Swap):
                 _fail(item.done, error)
@@ -365,7 +363,11 @@ class TorchEngine:
                 self._asked.discard(sequence)
                 told.setdefault(sequence.answered, []).append((sequence.request, outcome))
         for answered, answers in told.items():
-            answered(answers)
+            try:
+                answered(answers)
+            except Exception as error:  # theirs: the others hear of what they wait for
+                about = {"message": f"{answered!r} raised", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(about)
 
     # --- the worker's side ----------------------------------------------------------------------
 

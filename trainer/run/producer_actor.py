@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shmstore import Store
     from trainer.engine.torch_engine import TorchEngine
 
-__all__ = ["ProducerActor", "ProducerSetup"]
+__all__ = ["ProducerActor", "ProducerSetup", "groups_at_once"]
 
 _log = logging.getLogger("trainer")
 
@@ -170,14 +170,10 @@ class ProducerActor:
 
     def _producer_config(self, group_size: int, params: SamplingParams) -> ProducerConfig:
         config = self._config
-        engines = max(1, len(self._engines))
-        full = math.ceil(config.engine.max_batch * engines / group_size)
         limits_s = [task.judge.timeout_s for task in config.tasks]
         return ProducerConfig(
             group_size=group_size,
-            # What the engines or a batch hold, and as much again: the slots of those that end are
-            # taken by others at once. Without them an engine rested 3 to 6 % of an async run.
-            groups_max=max(full, config.rollout.prompts_per_step) + full,
+            groups_max=groups_at_once(config, group_size, max(1, len(self._engines))),
             params=params,
             partial_rollout=config.schedule.partial_rollout,
             judge_timeout_s=max(_JUDGE_WAIT_S_MIN, *limits_s),
@@ -270,6 +266,19 @@ class ProducerActor:
             "failed": float(report.failed),
             "response_tokens_mean": report.response_tokens_mean,
         }
+
+
+def groups_at_once(config: Config, group_size: int, engines: int) -> int:
+    """What the engines or a batch hold, and as much again: the slots of those that end are taken by
+    others at once. Without them an engine rested 3 to 6 % of an async run.
+
+    No more than the engines let wait, who fail one more; half of that, for an evaluation may go on
+    beside.
+    """
+    full = math.ceil(config.engine.max_batch * engines / group_size)
+    accepted = (config.engine.max_batch + config.engine.waiting_max) * engines // 2
+    wanted = max(full, config.rollout.prompts_per_step) + full
+    return max(1, min(wanted, accepted // group_size))
 
 
 async def _described(engines: Mapping[str, Handle]) -> EngineInfo:

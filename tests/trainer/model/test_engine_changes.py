@@ -224,13 +224,14 @@ def test_requests_given_together_are_answered_each_once_also_those_that_are_refu
 
             def answered(answers: Answers) -> None:
                 heard.extend((asked.request_id, type(answer)) for asked, answer in answers)
-                if len(heard) == 3:
+                if len(heard) == 4:
                     all_heard.set()
 
             asked = [
                 request("a", [3, 4], max_new_tokens=2),
                 request("empty", []),
                 request("b", [3, 4], max_new_tokens=5),
+                request("c", [3, 4]).evolve(token_ids=[1 << 40]),
             ]
             engine.submit(asked, answered)
             assert not heard, "not before submit has returned"
@@ -238,8 +239,28 @@ def test_requests_given_together_are_answered_each_once_also_those_that_are_refu
             assert sorted(heard, key=lambda one: one[0]) == [
                 ("a", Generation),
                 ("b", Generation),
+                ("c", OverflowError),
                 ("empty", EngineError),
             ]
+
+    asyncio.run(run())
+
+
+def test_a_listener_that_raises_is_reported_and_keeps_nothing_from_the_others() -> None:
+    async def run() -> None:
+        reported: list[Any] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, about: reported.append(about["exception"]))
+
+        def raises(_: Answers) -> None:
+            raise ValueError("a listener")
+
+        async with running() as engine:
+            for limit in (2, 50):  # one ends by itself, one when the engine is closed
+                engine.submit([request(f"r{limit}", [3, 4], max_new_tokens=limit)], raises)
+                other = request(f"s{limit}", [3, 4], max_new_tokens=2)
+                assert (await engine.generate(other)).token_ids.size
+        assert list(map(type, reported)) == [ValueError] * 2
 
     asyncio.run(run())
 

@@ -122,6 +122,44 @@ def test_parameters_that_have_moved_are_not_published_from_where_they_were(store
     assert store.sessions.objects("weights-1") == []
 
 
+def test_parameters_that_have_changed_places_are_not_published_under_each_others_names(
+    store: Store,
+) -> None:
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+    writer = WeightsWriter(model, store)
+    one, other = model.parameters()
+    one.data, other.data = other.data, one.data
+    store.sessions.open("weights-1", owner="weights")
+    with pytest.raises(AssertionError, match="2 parameters are not where they were"):
+        writer.publish(1, session="weights-1")
+
+
+def test_parameters_that_share_memory_go_on_sharing_it(store: Store) -> None:
+    models = [torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)) for _ in range(2)]
+    for model in models:
+        first, second = model
+        second.weight.data, second.bias.data = first.weight.data, first.weight.data[1]
+    source, target = models
+    store.sessions.open("weights-1", owner="weights")
+    writer, reader = WeightsWriter(source, store), WeightsReader(target, store)
+    with torch.no_grad():
+        source[0].weight += 1.0
+    assert torch.equal(source[0].weight, source[1].weight)
+    assert torch.equal(source[0].weight[1], source[1].bias)
+    reader.load(writer.publish(1, session="weights-1"))
+    for one, other in zip(source.parameters(), target.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert target[0].weight.data_ptr() == target[1].weight.data_ptr()
+
+
+def test_an_empty_parameter_does_not_move_those_of_a_model_with_a_writer(store: Store) -> None:
+    model = torch.nn.ParameterList([torch.ones(3), torch.empty(0, 4), torch.ones(5)])
+    writer = WeightsWriter(model, store)
+    WeightsReader(model, store)
+    store.sessions.open("weights-1", owner="weights")
+    writer.publish(1, session="weights-1")
+
+
 def test_a_model_of_several_types_keeps_them(store: Store) -> None:
     source, target = family("llama")[0].bfloat16(), family("llama")[0].bfloat16()
     for model in (source, target):

@@ -37,6 +37,7 @@ from trainer.run.learner_actor import (
 )
 from trainer.run.learner_link import LearnerLink, StateLost
 from trainer.run.opening import open_dispatcher, open_sources
+from trainer.run.producer_actor import groups_at_once
 from trainer.run.producer_link import ProducerLink
 from trainer.run.summary import Summary
 from trainer.run.wiring import PRODUCER_OWNER
@@ -287,3 +288,15 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error_of_the_command(
 
     assert trainer.cli._guarded(command) == 1
     assert "a tool has gone" in capfd.readouterr().err
+
+
+def test_no_more_groups_are_in_production_than_the_engines_let_wait() -> None:
+    at_rest = load(TINY, ("engine.max_batch=8", "engine.waiting_max=1000"))
+    assert groups_at_once(at_rest, 4, engines=1) == 4 + 2, "a batch, and what the engine holds"
+    assert groups_at_once(at_rest, 4, engines=3) == 6 + 6, "what the engines hold, twice"
+    strict = load(TINY, ("engine.max_batch=8", "engine.waiting_max=24"))
+    for members in (1, 3, 4, 16):
+        for engines in (1, 2):
+            asked = 2 * members * groups_at_once(strict, members, engines)  # and an evaluation
+            assert asked <= (8 + 24) * engines
+    assert groups_at_once(strict, 100, engines=1) == 1, "a group is asked for whatever happens"

@@ -12,9 +12,9 @@ Protocols only; implementations are in `trainer.environments` and `trainer.judge
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +31,8 @@ class RolloutAborted(BaseException):
     """
 
 
-class Turn(msgspec.Struct, frozen=True, eq=False):
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
     """What one `Session.generate` came to. `node` is the segment of the trace that holds it."""
 
     text: str

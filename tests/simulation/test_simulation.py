@@ -76,11 +76,11 @@ def _hands_settled_prompts_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptSampler, "settle", lambda self, ticket: True)
 
 
-def _forgets_routing_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def _goes_on_from_its_tokens_in_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = StoredPath._advance
 
-    def wrong(self: StoredPath, node: int, token_ids: Any, n_routed: int) -> None:
-        advance(self, node, token_ids[::-1], n_routed)
+    def wrong(self: StoredPath, node: int, token_ids: Any, *rest: Any) -> None:
+        advance(self, node, token_ids[::-1], *rest)
 
     monkeypatch.setattr(StoredPath, "_advance", wrong)
 
@@ -109,7 +109,7 @@ def _leaves_sessions_to_what_it_left_behind(monkeypatch: pytest.MonkeyPatch) -> 
         _forgets_the_batch_of_a_dead_learner,
         _books_a_lent_group_twice,
         _hands_settled_prompts_out_again,
-        _forgets_routing_of_the_last_token,
+        _goes_on_from_its_tokens_in_reverse,
         _keeps_the_old_response_on_retry,
         _leaves_a_dead_producers_prompts_out,
         _leaves_sessions_to_what_it_left_behind,

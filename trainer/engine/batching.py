@@ -51,9 +51,8 @@ class Batcher:
         self._decode_text = decode_text
         self._sampling: BatchSampling | None = None  # of the running ones; None after a change
         self._outcomes: list[Outcome] = []
-        self._empty_passes = (
-            0.0  # passes of a whole batch that free slots have cost, others waiting
-        )
+        # Passes of a whole batch that free slots have cost while others waited.
+        self._empty_passes = 0.0
 
     @property
     def busy(self) -> bool:

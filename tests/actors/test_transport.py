@@ -116,7 +116,7 @@ async def test_nothing_is_unpickled_before_the_greeting_of_this_run(
                 said = messages.pack(messages.Kind.HELLO, 0, body=hello) + said
             attacker.sendall(said)  # at once: who is thrown out after the greeting can send no more
             attacker.settimeout(5)
-            with suppress(ConnectionResetError):  # thrown out as well, with bytes that none has read
+            with suppress(ConnectionResetError):  # the same, with bytes that nobody has read
                 assert await asyncio.to_thread(attacker.recv, 1) == b""
         assert await service.add(1) == 1
         assert not trap.exists()

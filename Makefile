@@ -91,10 +91,10 @@ sanitize:
 	    $$folder/shmrl_fuzz_bytes --rounds 500 && $$folder/shmrl_soak --seconds 10 || exit 1; \
 	done
 
-# In JOBS processes; a file stays with one, for some share a training run between their tests.
+# In JOBS processes; tests that share a training run stay together, in an `xdist_group`.
 JOBS ?= 2
 test: install
-	$(PY) -m pytest -n $(JOBS) --dist loadscope
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup
 
 # SmolLM2-135M, dense and up-cycled, end to end: ten minutes and 12 GB of memory.
 test-slow: install

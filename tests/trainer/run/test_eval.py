@@ -15,7 +15,10 @@ from shmstore import Store
 from tests.trainer.run import runs
 from trainer.run.folder import RunFolder
 
-pytestmark = pytest.mark.timeout(600)  # against a hang: a loaded machine starts processes slowly
+pytestmark = [
+    pytest.mark.timeout(600),  # against a hang: a loaded machine starts processes slowly
+    pytest.mark.xdist_group("the run that is evaluated"),  # trained once for all tests of this file
+]
 
 JUDGE = """
 import os, time

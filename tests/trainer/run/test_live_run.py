@@ -11,7 +11,10 @@ import pytest
 from tests.trainer.run import runs
 from trainer.metrics import describe
 
-pytestmark = pytest.mark.timeout(600)  # against a hang: a loaded machine starts processes slowly
+pytestmark = [
+    pytest.mark.timeout(600),  # against a hang: a loaded machine starts processes slowly
+    pytest.mark.xdist_group("the live run"),  # trained once for all tests of this file
+]
 
 STEPS = 4
 

@@ -16,7 +16,10 @@ from shmstore import Store
 from tests.trainer.run import runs
 from trainer.cli import main
 
-pytestmark = pytest.mark.timeout(600)  # against a hang: a loaded machine starts processes slowly
+pytestmark = [
+    pytest.mark.timeout(600),  # against a hang: a loaded machine starts processes slowly
+    pytest.mark.xdist_group("the uninterrupted run"),  # trained once for all tests of this file
+]
 
 EXACT = (
     "run.deterministic=true",

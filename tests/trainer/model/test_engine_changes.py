@@ -211,6 +211,7 @@ def test_a_cancelled_request_leaves_the_batch(submitted: bool) -> None:
             assert engine.counters.running == 0
             assert engine.counters.decode_steps < LONG
             assert not heard, "nobody waited for it"
+            assert not engine._asked, "and it is not counted among those that somebody waits for"
 
     asyncio.run(run())
 

@@ -92,6 +92,7 @@ def test_L13_a_tool_that_sleeps_or_raises_costs_rollouts_and_not_the_run(tmp_pat
     result = run.result()
     assert result.status == 0, result.stderr
     assert result.summary["ledger"]["failed"] > 0
+    assert " of task sort; the last: " in result.stderr, "a failing rollout is told while it runs"
     assert result.summary["ledger"]["trained"] == 3 * 16
     runs.check_clean(result, run.name)
 

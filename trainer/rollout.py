@@ -354,19 +354,7 @@ class Segment(msgspec.Struct, frozen=True, eq=False):
             and ids.strides == labels.strides == logp.strides == steps.strides == _WITHOUT_GAPS
         ):
             self._convert_columns()
-        routed, n = self.routed_experts, self.token_ids.size
-        if (
-            type(routed) is np.ndarray
-            and self.routed_before is None
-            and self.n_routed < 0
-            and (routed.dtype is _UINT8 or routed.dtype is _UINT16)
-            and routed.ndim == 3
-            and n - 1 <= len(routed) <= n
-            and routed.flags.c_contiguous
-        ):
-            force_setattr(self, "n_routed", len(routed))
-        else:
-            self._check_routing(n)
+        self._check_routing(self.token_ids.size)
 
     def _convert_columns(self) -> None:
         n = np.size(self.token_ids)

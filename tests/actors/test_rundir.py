@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -212,12 +213,19 @@ def test_a_live_run_that_lost_its_lock_is_left_alone(root: Path) -> None:
     assert list(root.iterdir()) == []
 
 
-def test_a_run_whose_detached_actor_lives_keeps_its_name_and_its_sockets(root: Path) -> None:
+@contextmanager
+def left_listening(name: str) -> Iterator[RunDir]:
+    """A run whose driver has gone while an actor of it still listens."""
     gone = RunDir("run")
-    with socket.socket(socket.AF_UNIX) as detached:
-        detached.bind(gone.socket_path("d1"))
-        detached.listen()
+    with socket.socket(socket.AF_UNIX) as actor:
+        actor.bind(gone.socket_path(name))
+        actor.listen()
         gone.remove(keep_sockets=True)
+        yield gone
+
+
+def test_a_run_whose_detached_actor_lives_keeps_its_name_and_its_sockets(root: Path) -> None:
+    with left_listening("d1") as gone:
         text = f"detached actor of an earlier run named 'run' lives .process {os.getpid()}."
         with pytest.raises(actors.RunExists, match=text):
             RunDir("run")
@@ -228,11 +236,7 @@ def test_a_run_whose_detached_actor_lives_keeps_its_name_and_its_sockets(root: P
 
 
 def test_an_actor_that_dies_with_its_killed_driver_keeps_no_run_from_its_name(root: Path) -> None:
-    gone = RunDir("run")
-    with socket.socket(socket.AF_UNIX) as dying:
-        dying.bind(gone.socket_path("a1"))
-        dying.listen()
-        gone.remove(keep_sockets=True)
+    with left_listening("a1"):
         RunDir("run").remove()
     assert list(root.iterdir()) == []
 

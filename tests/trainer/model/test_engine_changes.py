@@ -335,14 +335,22 @@ def test_sequences_that_run_go_on_when_the_cache_grows_under_them(name: str) -> 
         same_generation(result, generate(model, tokenizer, [asked])[0])
 
 
+async def begin_to_close(
+    engine: TorchEngine,
+) -> tuple[Brake, asyncio.Task[Generation], asyncio.Task[None]]:
+    """An engine at a brake in the middle of a request, that has been asked to end."""
+    brake = Brake(engine, at=4)
+    task = asyncio.create_task(engine.generate(endless("r")))
+    await brake.reached()
+    closing = asyncio.create_task(engine.aclose())
+    await asyncio.sleep(0)  # it has asked the worker to end
+    return brake, task, closing
+
+
 def test_closing_ends_everybody_with_what_they_have() -> None:
     async def run() -> None:
         async with running() as engine:
-            brake = Brake(engine, at=4)
-            task = asyncio.create_task(engine.generate(endless("r")))
-            await brake.reached()
-            closing = asyncio.create_task(engine.aclose())
-            await asyncio.sleep(0)  # it has asked the worker to end
+            brake, task, closing = await begin_to_close(engine)
             brake.let_go()
             await closing
             assert (await task).finish_reason is FinishReason.ABORT
@@ -390,11 +398,7 @@ def test_weights_on_the_way_when_the_worker_breaks_are_an_error_and_no_hang(culp
 def test_a_close_that_was_cancelled_is_done_by_the_next() -> None:
     async def run() -> None:
         async with running() as engine:
-            brake = Brake(engine, at=4)
-            task = asyncio.create_task(engine.generate(endless("r")))
-            await brake.reached()
-            closing = asyncio.create_task(engine.aclose())
-            await asyncio.sleep(0)
+            brake, task, closing = await begin_to_close(engine)
             closing.cancel()
             await asyncio.wait([closing])
             brake.let_go()

@@ -21,7 +21,7 @@ from trainer.engine.torch_engine import TorchEngine
 from trainer.learner import Learner
 from trainer.model.config import EngineConfig, LearnerConfig, ModelConfig
 from trainer.model.models import build_model
-from trainer.rollout import IGNORE_LABEL, Trace
+from trainer.segment import IGNORE_LABEL, Trace
 
 LOGPROB_BOUND = 1e-4
 LOGPROB_BOUND_BF16 = 0.1

@@ -15,17 +15,8 @@ if TYPE_CHECKING:
     from trainer.expiry import Expiry
     from trainer.ledger import Ledger
     from trainer.replay import ReplayBuffer
-    from trainer.rollout import (
-        IGNORE_LABEL,
-        Batch,
-        FinishReason,
-        Group,
-        Prompt,
-        Rollout,
-        Segment,
-        Status,
-        Trace,
-    )
+    from trainer.rollout import Batch, FinishReason, Group, Prompt, Rollout, Status
+    from trainer.segment import IGNORE_LABEL, Segment, Trace
     from trainer.trace import Match, TraceStore
 
 __all__ = [
@@ -49,7 +40,10 @@ _HOMES = {
     "Expiry": "expiry",
     "Ledger": "ledger",
     "ReplayBuffer": "replay",
+    "IGNORE_LABEL": "segment",
     "Match": "trace",
+    "Segment": "segment",
+    "Trace": "segment",
     "TraceStore": "trace",
 }
 

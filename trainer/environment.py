@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.engine.protocol import SamplingParams
-from trainer.rollout import FinishReason, Message, Prompt, Trace
+from trainer.rollout import FinishReason, Message, Prompt
+from trainer.segment import Trace
 
 __all__ = ["Environment", "Judge", "RolloutAborted", "Session", "Turn"]
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from trainer.config import JudgeConfig, TaskConfig
 from trainer.errors import JudgeError
-from trainer.rollout import Prompt, Trace
+from trainer.rollout import Prompt
+from trainer.segment import Trace
 from trainer.user_code.pool import CallFailed, CallPool
 
 __all__ = ["TaskJudge", "build_judge", "finite", "score_exact", "score_numeric"]

@@ -33,8 +33,8 @@ from trainer.model.packed_forward import (
 from trainer.model.shared_packing import shared_passes
 from trainer.optim import Optimizer
 from trainer.packing import pack_in_passes
-from trainer.rollout import Trace
 from trainer.routing import Routing
+from trainer.segment import Trace
 
 __all__ = ["Learner", "UpdateNotFinite"]
 

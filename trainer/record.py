@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.rollout import NO_MODEL_STEP
+from trainer.segment import NO_MODEL_STEP
 from trainer.trace import TraceStore
 
 __all__ = ["Record", "Recorded"]

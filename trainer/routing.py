@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.rollout import narrowest_unsigned
+from trainer.segment import narrowest_unsigned
 
 __all__ = [
     "RouterInfo",

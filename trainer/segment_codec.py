@@ -33,7 +33,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from trainer.errors import TraceError
-from trainer.rollout import Segment
+from trainer.segment import Segment
 
 __all__ = ["Columns", "encode", "is_segment", "read", "to_batch", "view"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.errors import ConfigError
-from trainer.rollout import IGNORE_LABEL
+from trainer.segment import IGNORE_LABEL
 
 __all__ = ["StalenessBudget", "mask_stale_labels", "token_staleness"]
 

@@ -25,7 +25,7 @@ from trainer.engine.protocol import Generation
 from trainer.errors import EngineError
 from trainer.group_context import GroupContext, Tokens, joined, same
 from trainer.record import Recorded
-from trainer.rollout import IGNORE_LABEL, NO_MODEL_STEP, Segment, narrowest_unsigned
+from trainer.segment import IGNORE_LABEL, NO_MODEL_STEP, Segment, narrowest_unsigned
 
 __all__ = ["StoredPath"]
 

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trainer.rollout import IGNORE_LABEL, Group, Prompt, Rollout, Segment, Status
+from trainer.rollout import Group, Prompt, Rollout, Status
+from trainer.segment import IGNORE_LABEL, Segment
 from trainer.trace import TraceStore
 
 __all__ = ["Deadlock", "VirtualTimeLoop", "make_segment", "run_virtual", "store_group"]

@@ -23,7 +23,8 @@ from shmstore import headers
 from shmstore.arrow import STREAM_HEADS
 from trainer import segment_codec
 from trainer.errors import BadSegment, RoutingGap, TraceError, TraceMismatch
-from trainer.rollout import NO_MODEL_STEP, Rollout, Segment, Trace
+from trainer.rollout import Rollout
+from trainer.segment import NO_MODEL_STEP, Segment, Trace
 from trainer.segment_codec import (
     LABELS,
     LOGPROBS,

@@ -11,7 +11,8 @@ from shmstore import Store
 from tests.simulation.plan import Plan
 from trainer.dispatch import Dispatcher
 from trainer.engine.scripted import routing_of
-from trainer.rollout import IGNORE_LABEL, Batch, Status, Trace
+from trainer.rollout import Batch, Status
+from trainer.segment import IGNORE_LABEL, Trace
 from trainer.staleness import mask_stale_labels, token_staleness
 from trainer.trace import TraceStore
 

@@ -43,8 +43,9 @@ from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import PauseReport, Producer
 from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
-from trainer.rollout import Batch, Group, Prompt, Trace
+from trainer.rollout import Batch, Group, Prompt
 from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_schedule
+from trainer.segment import Trace
 from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
 from trainer.testing import run_virtual

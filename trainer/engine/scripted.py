@@ -25,7 +25,8 @@ from trainer.engine.protocol import (
     WeightsVersion,
 )
 from trainer.errors import ConfigError, EngineError
-from trainer.rollout import FinishReason, narrowest_unsigned
+from trainer.rollout import FinishReason
+from trainer.segment import narrowest_unsigned
 
 __all__ = ["ByteTokenizer", "Script", "ScriptedEngine", "routing_of"]
 

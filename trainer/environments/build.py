@@ -17,7 +17,8 @@ from trainer.environments.tools import ToolLoop
 from trainer.errors import ToolError
 from trainer.group_context import Content
 from trainer.judge import TaskJudge, build_judge
-from trainer.rollout import Prompt, Trace
+from trainer.rollout import Prompt
+from trainer.segment import Trace
 from trainer.user_code.targets import TargetError, resolve
 
 __all__ = ["ByTask", "build_environment"]

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from trainer.errors import TrainerError
 from trainer.model.shared_packing import SharedLayout, Tail
 from trainer.packing import PackedLayout
-from trainer.rollout import IGNORE_LABEL, Trace
 from trainer.routing import Routing
+from trainer.segment import IGNORE_LABEL, Trace
 
 __all__ = [
     "PackedTraces",

@@ -28,7 +28,7 @@ from trainer.errors import ConfigError
 from trainer.model.config import EngineConfig, WarmupConfig
 from trainer.model.packed_forward import PackedTraces, score, trained_positions
 from trainer.model.tokenizer import ModelTokenizer
-from trainer.rollout import IGNORE_LABEL, Trace
+from trainer.segment import IGNORE_LABEL, Trace
 
 __all__ = ["Pairs", "accuracy", "warm_up"]
 

@@ -7,7 +7,8 @@ sessions it owns. `examples/custom_trainer.py` needs no more of the trainer.
 
 from trainer.expiry import Refreshed
 from trainer.replay.buffer import REPLAY_OWNER, ReplayBuffer
-from trainer.rollout import IGNORE_LABEL, Batch, Group, Rollout, Segment, Status, Trace
+from trainer.rollout import Batch, Group, Rollout, Status
+from trainer.segment import IGNORE_LABEL, Segment, Trace
 from trainer.trace import TraceStore
 
 __all__ = [

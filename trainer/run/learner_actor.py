@@ -28,8 +28,9 @@ from trainer.environments.warmup_pairs import WarmupPairs
 from trainer.errors import NotStarted, TrainerError
 from trainer.placement import Cores, keep_for_good, own_device, rest_device
 from trainer.replay import REPLAY_OWNER
-from trainer.rollout import Group, Trace
+from trainer.rollout import Group
 from trainer.run.learner_state import LearnerStates
+from trainer.segment import Trace
 from trainer.staleness import mask_stale_labels
 
 if TYPE_CHECKING:

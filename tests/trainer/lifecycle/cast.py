@@ -21,7 +21,8 @@ from trainer.engine.router import EngineRouter
 from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine, routing_of
 from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import PauseReport, Producer
-from trainer.rollout import Batch, Prompt, Trace
+from trainer.rollout import Batch, Prompt
+from trainer.segment import Trace
 from trainer.trace import TraceStore
 
 __all__ = ["LearnerProcess", "ProducerProcess", "ScriptedEngine", "SilentJudge"]

@@ -23,7 +23,8 @@ from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import Producer
 from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
-from trainer.rollout import IGNORE_LABEL, Batch, Group, Prompt, Rollout, Status, Trace
+from trainer.rollout import Batch, Group, Prompt, Rollout, Status
+from trainer.segment import IGNORE_LABEL, Trace
 from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
 from trainer.testing import store_group

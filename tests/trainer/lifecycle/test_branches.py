@@ -15,7 +15,8 @@ from tests.trainer.lifecycle.kit import Desk, desk
 from trainer.engine.protocol import SamplingParams, WeightsVersion
 from trainer.engine.scripted import Script, routing_of
 from trainer.environment import Session
-from trainer.rollout import IGNORE_LABEL, FinishReason, Prompt, Rollout, Status
+from trainer.rollout import FinishReason, Prompt, Rollout, Status
+from trainer.segment import IGNORE_LABEL
 from trainer.staleness import StalenessBudget
 from trainer.testing import run_virtual
 

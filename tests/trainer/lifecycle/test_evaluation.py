@@ -14,7 +14,8 @@ from trainer.environment import Session
 from trainer.errors import ConfigError
 from trainer.evaluation import Evaluator
 from trainer.pending import ProducerConfig, ProducerParts
-from trainer.rollout import Prompt, Status, Trace
+from trainer.rollout import Prompt, Status
+from trainer.segment import Trace
 from trainer.testing import run_virtual, store_group
 from trainer.trace import TraceStore
 

@@ -20,7 +20,8 @@ from trainer.engine.protocol import WeightsVersion
 from trainer.engine.scripted import Script, ScriptedEngine
 from trainer.environment import RolloutAborted, Session
 from trainer.errors import EngineError
-from trainer.rollout import Prompt, Status, Trace
+from trainer.rollout import Prompt, Status
+from trainer.segment import Trace
 from trainer.testing import run_virtual
 
 

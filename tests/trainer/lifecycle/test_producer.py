@@ -31,7 +31,8 @@ from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import Producer
 from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
-from trainer.rollout import Prompt, Status, Trace
+from trainer.rollout import Prompt, Status
+from trainer.segment import Trace
 from trainer.staleness import StalenessBudget
 from trainer.testing import run_virtual
 from trainer.trace import TraceStore

@@ -21,7 +21,8 @@ from trainer.engine.protocol import Answers, GenerateRequest, Generation
 from trainer.engine.scripted import Script, ScriptedEngine
 from trainer.environment import Session
 from trainer.errors import ToolError
-from trainer.rollout import FinishReason, Prompt, Trace
+from trainer.rollout import FinishReason, Prompt
+from trainer.segment import Trace
 from trainer.testing import run_virtual
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainer import segment_codec
 from trainer.errors import TraceError
-from trainer.rollout import Segment
+from trainer.segment import Segment
 
 
 @st.composite

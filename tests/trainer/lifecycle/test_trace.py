@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from shmstore import SessionExists, SessionReleased, Store
 from shmstore.testing import temporary_store
 from trainer.errors import BadSegment, RoutingGap, TraceError, TraceMismatch
-from trainer.rollout import IGNORE_LABEL, Rollout, Segment, Status
+from trainer.rollout import Rollout, Status
+from trainer.segment import IGNORE_LABEL, Segment
 from trainer.testing import make_segment
 from trainer.trace import Match, TraceStore
 

@@ -19,7 +19,7 @@ from trainer.engine.torch_engine import TorchEngine
 from trainer.model.config import EngineConfig, ModelConfig
 from trainer.model.models import build_model
 from trainer.model.tokenizer import ModelTokenizer
-from trainer.rollout import IGNORE_LABEL, Trace
+from trainer.segment import IGNORE_LABEL, Trace
 
 SHARPEN = 8.0
 COMMON = {

@@ -14,7 +14,7 @@ from trainer.learner import Learner
 from trainer.model.config import LearnerConfig, ModelConfig
 from trainer.model.models import build_model
 from trainer.model.packed_forward import RoutingMissing
-from trainer.rollout import Trace
+from trainer.segment import Trace
 
 BOUND = 1e-4
 

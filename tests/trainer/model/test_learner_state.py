@@ -16,7 +16,7 @@ from trainer.errors import ConfigError, SnapshotError
 from trainer.learner import Learner, UpdateNotFinite
 from trainer.model.config import LearnerConfig
 from trainer.optim import learning_rate
-from trainer.rollout import IGNORE_LABEL
+from trainer.segment import IGNORE_LABEL
 
 ADVANTAGES = np.linspace(-1.0, 1.0, 8).tolist()
 

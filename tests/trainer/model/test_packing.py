@@ -17,7 +17,7 @@ from trainer.model.config import LearnerConfig
 from trainer.model.packed_forward import PackedTraces
 from trainer.model.shared_packing import SharedLayout, Tail, shared_passes
 from trainer.packing import LayoutMissing, PackedLayout, pack_in_passes
-from trainer.rollout import IGNORE_LABEL, Trace
+from trainer.segment import IGNORE_LABEL, Trace
 
 LENGTHS = [9, 1, 30, 30, 7, 2, 16]
 

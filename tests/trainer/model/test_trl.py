@@ -16,7 +16,7 @@ from tests.trainer.model.families import family, sampled_traces
 from trainer.advantage import batch_advantages
 from trainer.learner import Learner
 from trainer.model.config import LearnerConfig
-from trainer.rollout import IGNORE_LABEL, Trace
+from trainer.segment import IGNORE_LABEL, Trace
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

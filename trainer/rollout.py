@@ -19,6 +19,7 @@ import enum
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -183,10 +184,11 @@ class Rollout(msgspec.Struct, frozen=True):
         )
 
 
-class Group(msgspec.Struct, frozen=True):
+class Group(msgspec.Struct, frozen=True, dict=True):
     """The K rollouts of one prompt: scored, buffered and trained together.
 
     A loop of one's own may leave out all but `rollouts`: the uid is then the first session's id.
+    What follows from the members is worked out once.
     """
 
     uid: str = ""
@@ -216,18 +218,18 @@ class Group(msgspec.Struct, frozen=True):
         members = _MEMBERS.encode(self.uid, self.rollouts)
         return _unpickled, (self.uid, self.task, self.prompt, members, self.nbytes)
 
-    @property
+    @cached_property
     def status(self) -> Status:
         """The first of FAILED, ABORTED, EXPIRED, FILTERED that any member has, else COMPLETED."""
         for rollout in self.rollouts:
             if rollout.status is not Status.COMPLETED:
                 break
-        else:  # as nearly always, and it is asked often
+        else:  # as nearly always
             return Status.COMPLETED
         present = {rollout.status for rollout in self.rollouts}
         return next((status for status in _PRECEDENCE if status in present), Status.COMPLETED)
 
-    @property
+    @cached_property
     def session_ids(self) -> tuple[str, ...]:
         """Sessions of the members in order, each once."""
         return tuple(dict.fromkeys([rollout.session_id for rollout in self.rollouts]))
@@ -237,16 +239,18 @@ class Group(msgspec.Struct, frozen=True):
         """Prompt and response tokens of all members."""
         return sum(rollout.n_tokens for rollout in self.rollouts)
 
-    @property
+    @cached_property
     def model_step_min(self) -> int | None:
         """Oldest step that sampled a token of any member; None when no member has a response."""
-        return min(
-            (r.model_step_min for r in self.rollouts if r.model_step_min is not None), default=None
-        )
+        steps = [r.model_step_min for r in self.rollouts if r.model_step_min is not None]
+        return min(steps, default=None)
 
     def evolve(self, **changes: Any) -> Group:
         """A copy with `changes`; the only way to alter a group."""
-        return replace(self, **changes)
+        made = replace(self, **changes)
+        if "rollouts" not in changes:
+            made.__dict__.update(self.__dict__)
+        return made
 
     def with_rollouts(self, rollouts: Sequence[Rollout]) -> Group:
         """The same group with other members."""

@@ -19,8 +19,7 @@ import enum
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import force_setattr, replace
@@ -42,6 +41,8 @@ __all__ = [
     "Status",
     "as_carried",
 ]
+
+_T = TypeVar("_T")
 
 #: One chat message: {"role": ..., "content": ...} and whatever the chat template reads.
 Message = Mapping[str, Any]
@@ -184,6 +185,23 @@ class Rollout(msgspec.Struct, frozen=True):
         )
 
 
+class _Once(Generic[_T]):
+    """A property that is worked out once. functools.cached_property takes a lock for that, which
+    costs more than what is worked out here.
+    """
+
+    def __init__(self, find: Callable[[Any], _T]) -> None:
+        self._find = find
+        self._name = find.__name__
+        self.__doc__ = find.__doc__
+
+    def __get__(self, of: Any, kind: type) -> _T:
+        if of is None:
+            raise AttributeError(f"{self._name} is known of a {kind.__name__}, not of the class")
+        found = of.__dict__[self._name] = self._find(of)
+        return found
+
+
 class Group(msgspec.Struct, frozen=True, dict=True):
     """The K rollouts of one prompt: scored, buffered and trained together.
 
@@ -218,7 +236,7 @@ class Group(msgspec.Struct, frozen=True, dict=True):
         members = _MEMBERS.encode(self.uid, self.rollouts)
         return _unpickled, (self.uid, self.task, self.prompt, members, self.nbytes)
 
-    @cached_property
+    @_Once
     def status(self) -> Status:
         """The first of FAILED, ABORTED, EXPIRED, FILTERED that any member has, else COMPLETED."""
         for rollout in self.rollouts:
@@ -229,7 +247,7 @@ class Group(msgspec.Struct, frozen=True, dict=True):
         present = {rollout.status for rollout in self.rollouts}
         return next((status for status in _PRECEDENCE if status in present), Status.COMPLETED)
 
-    @cached_property
+    @_Once
     def session_ids(self) -> tuple[str, ...]:
         """Sessions of the members in order, each once."""
         return tuple(dict.fromkeys([rollout.session_id for rollout in self.rollouts]))
@@ -239,7 +257,7 @@ class Group(msgspec.Struct, frozen=True, dict=True):
         """Prompt and response tokens of all members."""
         return sum(rollout.n_tokens for rollout in self.rollouts)
 
-    @cached_property
+    @_Once
     def model_step_min(self) -> int | None:
         """Oldest step that sampled a token of any member; None when no member has a response."""
         steps = [r.model_step_min for r in self.rollouts if r.model_step_min is not None]

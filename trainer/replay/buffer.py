@@ -216,11 +216,10 @@ class ReplayBuffer:
         `take` does this for the earlier batches of the same owner.
         """
         done = self._away.pop_trained(owner)
-        for entry in done:
-            self.accounts.trained(entry.group)
+        trained = self.accounts.trained(entry.group for entry in done)
         if done:
             self.changed()
-        return sum(len(entry.group.rollouts) for entry in done)
+        return trained
 
     def reclaim(self) -> int:
         """Offer again what a dead learner had: its sessions have fallen to this buffer as their

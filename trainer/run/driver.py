@@ -173,7 +173,8 @@ class Driver:
         """Books and tells the step; the next one may be under way."""
         step = report.train_step
         numbers = await self._numbers(report)
-        if step == self._config.schedule.steps and not self._evaluated:
+        last = step == self._config.schedule.steps
+        if last and not self._evaluated and report.failed is None:
             await self._evaluate()
         numbers |= self._evaluated
         self._evaluated = {}

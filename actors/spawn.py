@@ -12,6 +12,8 @@ import importlib.machinery
 import itertools
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +27,10 @@ __all__ = ["Spawner", "import_hints"]
 
 _MESSAGE_BYTES = 4096
 _EXIT_WAIT_S = 5.0
+# From the last word of a process that is ending to its end; what only hung up is killed after it.
+_HANGUP_WAIT_S = 1.0
+#: What a process does to itself; any other signal that ended it was sent.
+_OWN_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 class Spawner:
@@ -53,6 +59,7 @@ class Spawner:
         self._sending = asyncio.Lock()  # one request at a time waits for room in the socket
         self._room: asyncio.Future[None] | None = None  # what it waits for
         self._importing = ""  # what the template imports, in advance
+        self._template_status: int | None = None  # of the last one that died: as Popen says it
 
     def start(self) -> None:
         """Start the template; it warms up while the driver goes on."""
@@ -170,8 +177,7 @@ class Spawner:
             return
         self._give_up_socket(self._sock)
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._template_status = _end(self._process)
             self._process = None
         for forked in self._forking.values():
             if not forked.done():
@@ -181,12 +187,18 @@ class Spawner:
             self._loop.call_soon(self._on_exit, pid, None)
 
     def _template_died(self) -> TemplateDied:
+        status = self._template_status
+        sent = status is not None and status < 0 and -status not in _OWN_SIGNALS
+        text = f"the template process {_how_it_ended(status)}"
+        if self._importing:
+            text += f" while it imported {self._importing!r}"
+        if sent:
+            return TemplateDied(
+                f"{text}; look for who sent it (the out-of-memory killer?), then spawn again"
+            )
         if not self._importing:
-            return TemplateDied("the template process died; spawn again")
-        return TemplateDied(
-            f"the template process died while it imported {self._importing!r}, which preload names;"
-            " leave that to the actors that need it"
-        )
+            return TemplateDied(f"{text}; spawn again")
+        return TemplateDied(f"{text}, which preload names; leave that to the actors that need it")
 
     def kill_group(self, pid: int) -> None:
         """SIGKILL to an actor and everything that it started."""
@@ -217,6 +229,33 @@ class Spawner:
     def pid(self) -> int:
         """Process id of the template; 0 when it is not running."""
         return self._process.pid if self._process is not None else 0
+
+
+def _end(process: subprocess.Popen[bytes]) -> int | None:
+    """Reap a process that has hung up; its own status, or None when it went on and is killed."""
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        if poll.poll(_HANGUP_WAIT_S * 1000):
+            return process.wait()
+        process.kill()
+        process.wait()
+        return None
+    finally:
+        os.close(pidfd)
+
+
+def _how_it_ended(status: int | None) -> str:
+    if status is None:
+        return "hung up"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal has no name
+        return f"was killed by signal {-status}"
+    return f"was killed by signal {-status} ({name})"
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -298,6 +298,7 @@ NB_MODULE(_core, module) {
   bind_admin(type, module);
   bind_objects(type);
   bind_sessions(type);
+  bind_segments(type, module);
   bind_copy(module);
   bind_waits();
 }

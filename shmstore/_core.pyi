@@ -3,7 +3,7 @@ module."""
 
 import builtins
 from collections.abc import Callable, Iterable
-from typing import Any, SupportsBytes, TypedDict, final
+from typing import Any, NoReturn, SupportsBytes, TypedDict, final
 
 from .errors import StoreFull
 from .sessions import Entry
@@ -198,11 +198,33 @@ class StoreCore:
     def session_count(self) -> int: ...
     def session_bind(self, owner: str, heir: str | None) -> None: ...
     def session_unbind(self, owner: str) -> None: ...
+    def read_paths(
+        self,
+        places: Iterable[tuple[str, int]],
+        with_routing: bool,
+        foreign: Callable[[ObjectRef], bytes],
+        refuse: Callable[[str, str, tuple[int, ...], Any], NoReturn],
+    ) -> builtins.list[tuple[Any, ...]]:
+        """The paths of trainer segments from a root to many (session, node), each copied once into
+        arrays of its own: (token_ids, labels, logprobs, model_steps, routed_experts or None,
+        nodes).
+
+        `foreign`: a segment with a trailer of an object without a sound one, or an error. `refuse`:
+        raises for a path that cannot be read; see `trainer.trace`.
+        """
 
 def arenas(directory: str, remove_debris: bool = False) -> list[ArenaFacts]: ...
 def unlink(name: str, directory: str) -> None: ...
 def copy_into(destination: Any, source: Any) -> None: ...
 def buffer_address(source: Any) -> int: ...
+def segment_places(whole: Any) -> tuple[int, ...] | None:
+    """Where the parts of a segment of the trainer lie; None without a trailer; ArenaDamaged.
+
+    Tokens, place of the columns, bytes from one to the next; layers, top_k, bytes of an expert's
+    number (0: no routing), place of the rows, rows that are known; place and count of the rows for
+    tokens before it; place and end of the text.
+    """
+
 def restore_ref(data: bytes, /) -> ObjectRef: ...
 def swap_ref_collector(collector: list[ObjectRef] | None) -> list[ObjectRef] | None: ...
 def swap_ref_adopter(store: StoreCore | None) -> StoreCore | None: ...

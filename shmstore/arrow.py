@@ -15,7 +15,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from . import headers
+from . import _core, headers
 from .encoded import Encoded
 from .errors import ArenaDamaged, NotStorable
 from .headers import Header, Kind
@@ -38,6 +38,9 @@ STREAM_HEADS = {
     sort.value: headers.pack(Kind.ARROW, 0, text=sort.value)
     for sort in (Sort.BATCH, Sort.TABLE, Sort.ARRAY, Sort.CHUNKED)
 }
+
+# Where the parts of a stream lie that a trailer ends; see `_core.pyi`.
+segment_places = _core.segment_places
 
 
 def _pyarrow() -> ModuleType:

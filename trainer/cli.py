@@ -18,11 +18,15 @@ import math
 import os
 import re
 import select
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from trainer.run.signals import (
+    handlers_put_back,
+    ignored_from_now_on,
+    interrupted_by_signals,
+)
 from trainer.run.summary import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LEFTOVERS, EXIT_OK, EXIT_USAGE
 
 __all__ = ["main"]
@@ -37,15 +41,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     _fill_standard_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    whole_process = arguments is None
+    around = contextlib.nullcontext() if whole_process else handlers_put_back()
+    with around, interrupted_by_signals() as came:
+        return _guarded(lambda: _run(given), came)
+
+
+def _run(given: Sequence[str]) -> int:
     if given and given[0] in _PASSED_ON:
-        return _guarded(lambda: _PASS[given[0]](given[1:]))
+        return _PASS[given[0]](given[1:])
     parser = _parser()
     if not given:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
     options = parser.parse_args(given)
     command: Callable[[argparse.Namespace], int] = options.command
-    return _guarded(lambda: command(options))
+    return command(options)
 
 
 def _fill_standard_streams() -> None:
@@ -59,21 +70,27 @@ def _fill_standard_streams() -> None:
             setattr(sys, name, os.fdopen(opened, mode))
 
 
-def _guarded(command: Callable[[], int]) -> int:
+def _guarded(command: Callable[[], int], came: Sequence[str]) -> int:
     """Errors of ours become one message and a status; anything else is a bug and keeps its
-    trace.
+    trace, unless it is what a signal that `came` has made of an import.
     """
     from trainer.errors import ConfigError, TrainerError
 
     status = EXIT_OK
     try:
-        status = command()
+        try:
+            status = command()
+        except Exception as error:
+            if came:
+                raise KeyboardInterrupt from error
+            raise
         sys.stdout.flush()
         return status
     except ConfigError as error:
         _complain(f"shmrl: {error}")
         return EXIT_USAGE
     except KeyboardInterrupt:
+        _complain(f"shmrl: interrupted{''.join(f' by {name}' for name in came[:1])}")
         return EXIT_INTERRUPTED
     except BrokenPipeError as error:
         if _reader_has_gone():
@@ -268,7 +285,7 @@ def _fit(folder: object, options: argparse.Namespace, *, resume: bool) -> int:
 
     assert isinstance(folder, RunFolder)
     summary = run_blocking(folder, resume=resume, quiet=options.quiet, gpus=_gpus())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes too late changes nothing
+    ignored_from_now_on()
     if options.json:
         _tell(json.dumps(summary.to_json()))
     if summary.error:

@@ -138,7 +138,8 @@ class _Run:
                 raise
             summary.error = ending.failed(self.folder, first)
         summary.restarts = dict(self._deaths)
-        summary.settle()
+        # Resumed without a step to train, the totals are those of the checkpoint, time included.
+        summary.settle(count_time=self.checkpoint is None or summary.steps >= self._first_step)
         summary.exit = ending.exit_status(summary)
         self._last_words()
         return summary

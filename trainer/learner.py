@@ -141,10 +141,10 @@ class Learner:
         masks = [_fresh_enough(trace, train_step, max_token_staleness) for trace in traces]
         items = self._items(traces, advantages, ids, masks)
         figures: dict[str, float] = {
-            "train_step": float(train_step),
+            "train_step": train_step,
             "lr": self.optimizer.lr,
-            "tokens": float(sum(len(item.positions) for item in items)),
-            "traces": float(len(items)),
+            "tokens": sum(len(item.positions) for item in items),
+            "traces": len(items),
         }
         if rewards is not None and len(rewards):
             figures["reward"] = float(np.mean(np.asarray(rewards, dtype=np.float64)))
@@ -161,7 +161,7 @@ class Learner:
             norms.append(norm)
             skipped += not done
         figures["grad_norm"] = float(np.mean(norms))
-        figures["updates_skipped"] = float(skipped)
+        figures["updates_skipped"] = skipped
         return {**figures, **sums.result(figures["tokens"], parts)}
 
     def _items(

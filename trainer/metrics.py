@@ -167,7 +167,11 @@ class MetricsWriter:
 
     def write(self, train_step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Writes one step and returns what was written."""
-        finite = {k: float(v) for k, v in values.items() if math.isfinite(v)}
+        finite = {
+            k: v if isinstance(v, int) else float(v)  # a count is written as one
+            for k, v in values.items()
+            if math.isfinite(v)
+        }
         record = {
             "train_step": train_step,
             "time_s": round(time.monotonic() - self._began, 4),

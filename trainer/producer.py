@@ -331,7 +331,8 @@ class Producer:
         groups = {task: group for task, group in self._groups.items() if group.is_prepared}
         for task in groups:
             task.cancel()
-        await asyncio.wait(groups)
+        if groups:
+            await asyncio.wait(groups)
         sessions = [r.session_id for group in groups.values() for r in group.rollouts]
         self._parts.traces.release(sessions, self.owner)
         uids = [group.work.uid for group in groups.values()]

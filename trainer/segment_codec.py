@@ -14,7 +14,7 @@ and pyarrow's own bytes are used.
 
 Behind the end of the stream, where no Arrow reader looks, lies a trailer with the places of all
 parts, so that a trace is assembled without pyarrow as well: reading through it costs a hundred
-times the copy.
+times the copy. `csrc/segment_format.h` reads it.
 
 No arena here; called by `trainer.trace` and `trainer.snapshot`, from any thread.
 """
@@ -32,10 +32,12 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
+from shmstore import ArenaDamaged
+from shmstore.arrow import segment_places
 from trainer.errors import TraceError
 from trainer.segment import Segment
 
-__all__ = ["Columns", "encode", "is_segment", "read", "to_batch", "view"]
+__all__ = ["Columns", "encode", "is_segment", "read", "stream", "to_batch", "view"]
 
 Routing = NDArray[np.uint8] | NDArray[np.uint16]
 
@@ -55,7 +57,7 @@ _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
 _NOTHING = b""
 
 #: Rows of `Columns.numbers`.
-TOKEN_IDS, LABELS, LOGPROBS, MODEL_STEPS = range(4)
+_TOKEN_IDS, _LABELS, _LOGPROBS, _MODEL_STEPS = range(4)
 
 
 class Columns(msgspec.Struct, frozen=True, eq=False):
@@ -74,22 +76,22 @@ class Columns(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        row: NDArray[np.int32] = self.numbers[TOKEN_IDS]
+        row: NDArray[np.int32] = self.numbers[_TOKEN_IDS]
         return row
 
     @property
     def labels(self) -> NDArray[np.int32]:
-        row: NDArray[np.int32] = self.numbers[LABELS]
+        row: NDArray[np.int32] = self.numbers[_LABELS]
         return row
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        row: NDArray[np.float32] = self.numbers[LOGPROBS].view(_FLOAT32)
+        row: NDArray[np.float32] = self.numbers[_LOGPROBS].view(_FLOAT32)
         return row
 
     @property
     def model_steps(self) -> NDArray[np.int32]:
-        row: NDArray[np.int32] = self.numbers[MODEL_STEPS]
+        row: NDArray[np.int32] = self.numbers[_MODEL_STEPS]
         return row
 
     @property
@@ -190,50 +192,25 @@ def encode(segment: Segment) -> Sequence[Any]:
     ]
 
 
+def stream(segment: Segment) -> bytes:
+    """What `encode` gives, in one piece."""
+    parts = encode(segment)
+    return b"".join([part.encode() if isinstance(part, str) else bytes(part) for part in parts])
+
+
 def view(whole: memoryview) -> Columns | None:
     """A stored segment from the bytes of its object, without pyarrow; None when it has no trailer.
 
-    `whole` may begin with a header of the store's own. Costs a few microseconds; the views pin
-    `whole`.
+    `whole` may begin with a header of the store's own; the views pin it.
     """
-    trailer_at = len(whole) - _TRAILER.size
-    if trailer_at < 0:
+    try:
+        places = segment_places(whole)
+    except ArenaDamaged as error:
+        raise TraceError(str(error)) from error
+    if places is None:
         return None
-    (
-        _,
-        nbytes,
-        n,
-        body_at,
-        n_routed,
-        layers,
-        top_k,
-        itemsize,
-        n_before,
-        text_at,
-        before_at,
-        magic,
-        digits,
-    ) = _TRAILER.unpack_from(whole, trailer_at)
-    if magic != _MAGIC or nbytes > len(whole) or not digits.isdigit():
-        return None
-    start = len(whole) - nbytes
-    at = start + body_at
-    column = n + (n & 1)
-    routed_at = at + 16 * column
-    row = layers * top_k
-    before_at += start
-    text_at += start
-    text_end = text_at + int(digits)
-    if (
-        itemsize > 2
-        or routed_at + n * row * itemsize > trailer_at
-        or before_at + n_before * row * itemsize > trailer_at
-        or text_end > trailer_at
-    ):
-        raise TraceError(
-            f"a segment of {n} tokens and {int(digits)} bytes of text does not fit its "
-            f"{len(whole)} bytes: its trailer was overwritten"
-        )
+    n, at, stride, layers, top_k, itemsize = places[:6]
+    routed_at, n_routed, before_at, n_before, text_at, text_end = places[6:]
     routed: Any = None
     before: Any = None
     if itemsize:
@@ -241,7 +218,7 @@ def view(whole: memoryview) -> Columns | None:
         routed = np.ndarray((n, layers, top_k), dtype, whole, routed_at)
         if n_before:
             before = np.ndarray((n_before, layers, top_k), dtype, whole, before_at)
-    numbers: NDArray[np.int32] = np.ndarray((4, n), _INT32, whole, at, (4 * column, 4))
+    numbers: NDArray[np.int32] = np.ndarray((4, n), _INT32, whole, at, (stride, 4))
     return Columns(n, numbers, routed, n_routed, before, whole[text_at:text_end])
 
 
@@ -362,8 +339,48 @@ def _metadata(shape: _Shape, text: bytes, n_routed: int, before: bytes) -> dict[
 
 
 def _encode_by_pyarrow(segment: Segment) -> list[Any]:
-    batch = to_batch(segment)
-    return [batch.schema.serialize(), batch.serialize()]
+    """pyarrow's own messages. Where the parts stand in them is not known, so they stand once more
+    behind the end of the stream, for the trailer to name.
+    """
+    batch, text = to_batch(segment), segment.text.encode()
+    shape = _shape_of(segment, len(text))
+    routed, before = segment.routed_experts, segment.routed_before
+    messages = [bytes(batch.schema.serialize()), bytes(batch.serialize()), _END_OF_STREAM]
+    rows_before = b"" if before is None else before.tobytes()
+    pad = bytes(shape.n % 2 * 4)
+    body: list[bytes] = []
+    for column in (segment.token_ids, segment.labels, segment.logprobs, segment.model_steps):
+        body += column.tobytes(), pad
+    if routed is not None:
+        body.append(_routing_bytes(routed, shape.n))
+    text_at = sum(map(len, messages))
+    before_at = text_at + len(text)
+    body_at = before_at + len(rows_before)
+    nbytes = body_at + sum(map(len, body)) + _TRAILER.size
+    trailer = _trailer(shape, segment.n_routed, nbytes, body_at, text_at, before_at)
+    return [*messages, text, rows_before, *body, trailer, b"%010d" % len(text)]
+
+
+def _trailer(
+    shape: _Shape, n_routed: int, nbytes: int, body_at: int, text_at: int, before_at: int
+) -> bytes:
+    """All of it but the digits of the text's size, which follow."""
+    whole = _TRAILER.pack(
+        _END_OF_STREAM,
+        nbytes,
+        shape.n,
+        body_at,
+        n_routed,
+        shape.layers,
+        shape.top_k,
+        shape.itemsize,
+        shape.before,
+        text_at,
+        before_at,
+        _MAGIC,
+        b"",
+    )
+    return whole[:-_DIGITS]
 
 
 def _new_frame(key: tuple[Any, ...], segment: Segment, n_text: int) -> _Frame | None:
@@ -381,21 +398,8 @@ def _new_frame(key: tuple[Any, ...], segment: Segment, n_text: int) -> _Frame | 
     tail_nbytes = 0
     if segment.routed_experts is not None:
         tail_nbytes = _routing_tail(segment.routed_experts, shape.n)
-    trailer = _TRAILER.pack(
-        _END_OF_STREAM,
-        body_at + layout.body_nbytes + _TRAILER.size,
-        shape.n,
-        body_at,
-        segment.n_routed,
-        shape.layers,
-        shape.top_k,
-        shape.itemsize,
-        shape.before,
-        layout.text_at,
-        layout.rows_at,
-        _MAGIC,
-        b"",
-    )
+    nbytes = body_at + layout.body_nbytes + _TRAILER.size
+    trailer = _trailer(shape, segment.n_routed, nbytes, body_at, layout.text_at, layout.rows_at)
     if len(_FRAMES) >= FRAMES_MAX:
         _FRAMES.clear()
     frame = _FRAMES[key] = _Frame(
@@ -405,7 +409,7 @@ def _new_frame(key: tuple[Any, ...], segment: Segment, n_text: int) -> _Frame | 
         before_digits=bytes(schema[rows_end : layout.digits_at]),
         to_body=bytes(schema[layout.digits_at + _DIGITS :]) + layout.batch_head,
         pad=bytes(shape.n % 2 * 4),
-        tail=bytes(tail_nbytes) + trailer[:-_DIGITS],
+        tail=bytes(tail_nbytes) + trailer,
     )
     return frame
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,14 +25,7 @@ from trainer import segment_codec
 from trainer.errors import BadSegment, RoutingGap, TraceError, TraceMismatch
 from trainer.rollout import Rollout
 from trainer.segment import NO_MODEL_STEP, Segment, Trace
-from trainer.segment_codec import (
-    LABELS,
-    LOGPROBS,
-    MODEL_STEPS,
-    TOKEN_IDS,
-    Columns,
-    Routing,
-)
+from trainer.segment_codec import Columns
 
 if TYPE_CHECKING:
     from shmstore import Entry, ObjectRef, Store
@@ -149,34 +142,20 @@ class TraceStore:
         With none of them given the session must have one leaf. Raises `TraceMismatch` when no path
         is exactly the query, `RoutingGap` when only some segments of the path carry routed experts.
         """
-        entries = self._objects(session_id)
         if text is not None or token_ids is not None:
             if node is not None:
                 raise TraceError("export takes one of node, text and token_ids")
-            nodes = self._exact_path(session_id, entries, _query(text, token_ids))
-        else:
-            nodes = self._path_to(entries, session_id, self._only_leaf(entries, session_id, node))
-        parts = [self._read(entries[n].ref) for n in nodes]
-        return _assembled([_path(session_id, nodes, parts)], with_routing)[0]
+            nodes = self._exact_path(session_id, _query(text, token_ids))
+            if not nodes:
+                return _NO_TRACE
+            node = nodes[-1]
+        elif node is None:
+            node = self._only_leaf(session_id)
+        return self._traces([(session_id, node)], with_routing)[0]
 
     def export_nodes(self, places: Sequence[tuple[str, int]]) -> list[Trace]:
-        """The paths to many (session, node), as `export` gives each; a segment that several of them
-        share, as the members of a group do their prompt, is read once.
-        """
-        seen: dict[ObjectRef, Columns] = {}
-        paths = []
-        for session_id, node in places:
-            entries = self._objects(session_id)
-            nodes = self._path_to(entries, session_id, node)
-            parts = []
-            for n in nodes:
-                ref = entries[n].ref
-                columns = seen.get(ref)
-                if columns is None:
-                    columns = seen[ref] = self._read(ref)
-                parts.append(columns)
-            paths.append(_path(session_id, nodes, parts))
-        return _assembled(paths, with_routing=True)
+        """The paths to many (session, node), as `export` gives each."""
+        return self._traces(places, True)
 
     def release(self, session_ids: Sequence[str], owner: str, strict: bool = False) -> list[str]:
         """End those of the sessions that exist and are `owner`'s; -> their ids (L03, L04)."""
@@ -232,9 +211,17 @@ class TraceStore:
     def _objects(self, session_id: str) -> list[Entry]:
         return self._sessions.objects(session_id)
 
+    def _traces(self, places: Sequence[tuple[str, int]], with_routing: bool) -> list[Trace]:
+        paths = self._store.read_paths(places, with_routing, self._converted, _refuse)
+        return [Trace(*path) for path in paths]
+
     def _read(self, ref: ObjectRef) -> Columns:
         columns = segment_codec.view(memoryview(self._store.pin(ref)))
         return columns if columns is not None else segment_codec.read(self._store.get(ref))
+
+    def _converted(self, ref: ObjectRef) -> bytes:
+        """A segment that was not written here, as one that was; `TraceError` for what is none."""
+        return segment_codec.stream(self._read(ref).as_segment())
 
     def _columns(self, ref: ObjectRef) -> Columns | None:
         """None for an object that is no segment; nothing of a user's is decoded to find out."""
@@ -254,16 +241,12 @@ class TraceStore:
             )
         return entries[node]
 
-    def _only_leaf(self, entries: list[Entry], session_id: str, node: int | None) -> int:
-        if node is not None:
-            return node
-        parents = {entry.parent for entry in entries}
-        leaves = [n for n in range(len(entries)) if n not in parents]
+    def _only_leaf(self, session_id: str) -> int:
+        leaves = self.leaves(session_id)
         if len(leaves) != 1:
             raise TraceError(
                 f"session {session_id!r} has the leaves {leaves}; say which path with node=, text= "
-                "or "
-                "token_ids="
+                "or token_ids="
             )
         return leaves[0]
 
@@ -275,8 +258,8 @@ class TraceStore:
             parent = entries[parent].parent
         return path[::-1]
 
-    def _exact_path(self, session_id: str, entries: list[Entry], query: _Query) -> list[int]:
-        best, partial = self._longest(entries, query)
+    def _exact_path(self, session_id: str, query: _Query) -> list[int]:
+        best, partial = self._longest(self._objects(session_id), query)
         if best.length == len(query):
             return list(best.nodes)
         unit = "characters" if query.text is not None else "tokens"
@@ -384,112 +367,44 @@ def _query(text: str | None, token_ids: ArrayLike | None) -> _Query:
     return _Query(None, tokens.astype(np.int32, copy=False))
 
 
-class _Path(NamedTuple):
-    """What a trace is made of: nodes from the root, what they hold, tokens in all."""
-
-    session_id: str
-    nodes: list[int]
-    parts: list[Columns]
-    n: int
+_NO_TRACE = Trace(
+    np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32)
+)
 
 
-def _path(session_id: str, nodes: list[int], parts: list[Columns]) -> _Path:
-    return _Path(session_id, nodes, parts, sum([part.n for part in parts]))
-
-
-def _assembled(paths: Sequence[_Path], with_routing: bool) -> list[Trace]:
-    """Copy the columns of all paths behind each other, once; each trace is its share of them."""
-    numbers = _NO_TOKENS
-    if any(path.parts for path in paths):
-        numbers = np.concatenate([part.numbers for path in paths for part in path.parts], axis=1)
-    token_ids, labels, model_steps = numbers[TOKEN_IDS], numbers[LABELS], numbers[MODEL_STEPS]
-    logprobs = numbers[LOGPROBS].view(np.float32)
-    routings = _routing_of(paths) if with_routing else [None] * len(paths)
-    traces, start = [], 0
-    for path, routed in zip(paths, routings, strict=True):
-        own = slice(start, start + path.n)
-        start = own.stop
-        traces.append(
-            Trace(
-                token_ids[own],
-                labels[own],
-                logprobs[own],
-                model_steps[own],
-                routed,
-                tuple(path.nodes),
-            )
+def _refuse(what: str, session_id: str, path: tuple[int, ...], details: Any) -> NoReturn:
+    """Say what `read_paths` found wrong with a path."""
+    where = f"session {session_id!r}"
+    if what == "node":
+        node, count = details
+        raise TraceError(f"{where} has nodes 0 to {count - 1}; there is no {node}")
+    if what == "before":
+        node, n_before, length = details
+        raise RoutingGap(
+            f"{where}: node {node} brings the routed experts of {n_before} tokens before it "
+            f"(routed_before), and its path has {length} there",
+            (node,),
         )
-    return traces
-
-
-_NO_TOKENS = np.empty((4, 0), np.int32)
-
-
-def _routing_of(paths: Sequence[_Path]) -> list[Routing | None]:
-    """Routing of each path; the row of its very last token may be unknown, no other."""
-    parts = [part for path in paths for part in path.parts if part.n]
-    found = [part.routed_experts for part in parts if part.routed_experts is not None]
-    if not found:
-        return [None] * len(paths)
-    alike = len(found) == len(parts) and len({(a.dtype, a.shape[1:]) for a in found}) == 1
-    if not alike:
-        if len(paths) > 1:
-            return [routed for path in paths for routed in _routing_of([path])]
-        _refuse_differing(*paths)
-    rows: Any = np.concatenate(found)
-    routings: list[Routing | None] = []
-    start = 0
-    for path in paths:
-        own = rows[start : start + path.n]
-        start += path.n
-        _join_routing(path, own)
-        routings.append(own if path.n else None)
-    return routings
-
-
-def _refuse_differing(path: _Path) -> None:
-    """`RoutingGap` unless all segments of the path carry rows of one form."""
-    filled = [(n, p) for n, p in zip(path.nodes, path.parts, strict=True) if p.n]
-    without = tuple(node for node, part in filled if part.routed_experts is None)
+    if what == "unknown":
+        n_unknown, node, behind = details
+        lacks = f"{where}: the last {n_unknown} tokens of node {node} have no routed experts"
+        if behind is None:
+            raise RoutingGap(
+                f"{lacks}; only the very last token of a trace may lack its row", (node,)
+            )
+        raise RoutingGap(
+            f"{lacks} and node {behind} after it does not bring them (routed_before)", (node,)
+        )
+    assert what == "differ", what
+    without = tuple(node for node, form in details if form is None)
     if without:
         raise RoutingGap(
-            f"session {path.session_id!r}: of the path {path.nodes} the nodes {list(without)} "
-            "carry no routed experts and the others do; either all segments of a trace carry them "
-            "or none",
+            f"{where}: of the path {list(path)} the nodes {list(without)} carry no routed experts "
+            "and the others do; either all segments of a trace carry them or none",
             without,
         )
-    kinds = {p.routed_experts.shape[1:] for _, p in filled if p.routed_experts is not None}
-    if len(kinds) > 1:
-        raise RoutingGap(
-            f"session {path.session_id!r}: routed experts of one path differ in (layers, top_k): "
-            f"{sorted(kinds)}",
-            tuple(node for node, _ in filled),
-        )
-
-
-def _join_routing(path: _Path, rows: Routing) -> None:
-    """Fill in what became known with a later segment; `RoutingGap` where a row stays unknown."""
-    end = unknown = 0
-    culprit = -1
-    for node, part in zip(path.nodes, path.parts, strict=True):
-        if not part.n:
-            continue
-        before = part.routed_before
-        if before is not None:
-            rows[end - len(before) : end] = before
-            unknown = max(0, unknown - len(before))
-        if unknown:
-            raise RoutingGap(
-                f"session {path.session_id!r}: the last {unknown} tokens of node {culprit} have "
-                f"no routed experts and node {node} after it does not bring them (routed_before)",
-                (culprit,),
-            )
-        end += part.n
-        unknown = part.n - part.n_routed
-        culprit = node
-    if unknown > 1:
-        raise RoutingGap(
-            f"session {path.session_id!r}: the last {unknown} tokens of node {culprit} have no "
-            "routed experts; only the very last token of a trace may lack its row",
-            (culprit,),
-        )
+    raise RoutingGap(
+        f"{where}: routed experts of one path differ in (layers, top_k): "
+        f"{sorted({form for _, form in details})}",
+        tuple(node for node, _ in details),
+    )

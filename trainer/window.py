@@ -93,13 +93,13 @@ class WindowReport:
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Flat numbers for a metrics file; quantities without a value are left out."""
         total = self.total
-        flat = {
-            "produced_samples": float(total.produced_samples),
-            "produced_tokens": float(total.produced_tokens),
-            "failed_samples": float(total.failed_samples),
-            "filtered_samples": float(total.filtered_samples),
-            "expired_samples": float(total.expired_samples),
-            "cancelled_samples": float(total.cancelled_samples),
+        flat: dict[str, float] = {
+            "produced_samples": total.produced_samples,
+            "produced_tokens": total.produced_tokens,
+            "failed_samples": total.failed_samples,
+            "filtered_samples": total.filtered_samples,
+            "expired_samples": total.expired_samples,
+            "cancelled_samples": total.cancelled_samples,
             "raw_reward_mean": total.raw_reward_mean,
             "group_time_mean_s": total.group_time_mean_s,
             "group_time_p50_s": total.group_time_quantile_s(0.5),
@@ -107,7 +107,7 @@ class WindowReport:
             "pause_s": self.pause_s,
             "production_s": self.production_s,
         }
-        flat.update({f"leftover_{status}": float(n) for status, n in total.leftover.items()})
+        flat.update({f"leftover_{status}": n for status, n in total.leftover.items()})
         return {prefix + name: value for name, value in flat.items() if not math.isnan(value)}
 
 

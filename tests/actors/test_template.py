@@ -159,8 +159,33 @@ async def test_a_module_that_kills_the_template_is_named_to_whoever_spawns(
         spawning = asyncio.create_task(rt.spawn(Victim))
         await asyncio.sleep(0)
         (tmp_path / "asked").touch()
-        with pytest.raises(actors.TemplateDied, match="while it imported 'slow_to_import', which"):
+        said = "ended with status 3 while it imported 'slow_to_import', which preload names"
+        with pytest.raises(actors.TemplateDied, match=said):
             await asyncio.wait_for(spawning, LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        (
+            "os.kill(os.getpid(), 9)",
+            r"killed by signal 9 \(SIGKILL\) while it .* look for who sent",
+        ),
+        ("os.kill(os.getpid(), 35)", "killed by signal 35 while it imported .* look for who sent"),
+        ("os.kill(os.getpid(), 11)", r"signal 11 \(SIGSEGV\) while .*, which preload names; leave"),
+        ("os.closerange(3, 99); signal.pause()", "hung up while .*, which preload"),
+    ],
+)
+async def test_a_template_killed_from_outside_while_it_imports_is_not_blamed_on_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, said: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_to_import.py").write_text(f"import os, signal\n{ending}")
+    if "pause" in ending:
+        monkeypatch.setattr("actors.spawn._HANGUP_WAIT_S", 0.05)
+    async with actors.Runtime(preload=["slow_to_import"]) as rt:
+        with pytest.raises(actors.TemplateDied, match=said):
+            await asyncio.wait_for(rt.spawn(Victim), LIMIT_S)
 
 
 @pytest.mark.parametrize(

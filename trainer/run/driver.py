@@ -175,7 +175,8 @@ class Driver:
         """Books and tells the step; the next one may be under way."""
         step = report.train_step
         numbers = await self._numbers(report)
-        if step == self._config.schedule.steps and not self._evaluated:
+        last = step == self._config.schedule.steps
+        if last and not self._evaluated and report.failed is None:
             await self._evaluate()
         numbers |= self._evaluated
         self._evaluated = {}
@@ -227,10 +228,10 @@ class Driver:
         reward = found.get("reward")
         if reward is not None and not math.isfinite(reward):  # nothing was scored
             reward = None
-        failed = int(found.get("failed", 0.0))
+        failed = found.get("failed", 0)
         detail = "" if reward is None else f"held-out reward {reward:.3f}"
         if failed:
-            detail += f" ({failed} of {int(found['rollouts'])} rollouts failed)"
+            detail += f" ({failed} of {found['rollouts']} rollouts failed)"
         self._display.phase("evaluate", len(prompts), len(prompts), detail)
         # Its work is no part of a step; what was done in the step before it is.
         use_after = await self._parts.producer.use()
@@ -302,12 +303,12 @@ class Driver:
         found |= step_metrics.learner_metrics(report.metrics)
         found |= step_metrics.speed_metrics(times, found, use)
         found |= step_metrics.arena_metrics(self._parts.store.stats())
-        found["model_step"] = float(self._model_step)
-        found["buffer_groups"] = float(len(self._dispatcher.buffer))
-        found["buffer_bytes"] = float(self._dispatcher.buffer.nbytes)
-        found["restarts"] = float(self._parts.deaths.total())
+        found["model_step"] = self._model_step
+        found["buffer_groups"] = len(self._dispatcher.buffer)
+        found["buffer_bytes"] = self._dispatcher.buffer.nbytes
+        found["restarts"] = self._parts.deaths.total()
         ledger = self._dispatcher.report()
-        found |= {f"ledger/{k}": float(v) for k, v in ledger.items() if isinstance(v, int)}
+        found |= {f"ledger/{k}": v for k, v in ledger.items() if isinstance(v, int)}
         self._summary.add_time(times.wait_s, times.step_s)
         return found
 

@@ -81,7 +81,7 @@ def evaluate_run(
         "step": chosen,
         "prompts": len(wanted),
         "temperature": heat,
-        **{name: _plain(name, value) for name, value in found.items()},
+        **{name: _plain(value) for name, value in found.items()},
     }
     try:
         folder.add_eval(result)
@@ -123,10 +123,10 @@ async def _evaluate(
     return found
 
 
-def _plain(name: str, value: float) -> float | int | None:
+def _plain(value: float) -> float | int | None:
     if not math.isfinite(value):
         return None
-    return int(value) if name in ("rollouts", "failed") else round(value, 6)
+    return value if isinstance(value, int) else round(value, 6)
 
 
 def _checkpoint(folder: RunFolder, step: int | None) -> tuple[int, Path]:

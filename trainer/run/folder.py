@@ -73,6 +73,9 @@ class RunFolder:
             raise BadRunFolder(
                 f"{path} cannot be written: {error}; choose another place (--set run.folder=...)"
             ) from error
+        except BaseException:  # interrupted: nobody can go on with a folder without config.yaml
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         return folder
 
     @classmethod

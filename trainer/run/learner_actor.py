@@ -122,7 +122,7 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True):
     """
 
     train_step: int
-    metrics: dict[str, float]
+    metrics: dict[str, int | float]
     released: int
     weights: WeightsVersion | None = None
 

@@ -265,8 +265,8 @@ class ProducerActor:
         return {
             "reward": report.reward_mean,
             **{f"reward/{task}": mean for task, mean in by_task.items()},
-            "rollouts": float(report.rollouts),
-            "failed": float(report.failed),
+            "rollouts": report.rollouts,
+            "failed": report.failed,
             "response_tokens_mean": report.response_tokens_mean,
         }
 

@@ -1,26 +1,65 @@
 """What a run makes of Ctrl-C, of a scheduler's SIGTERM and of a terminal that was closed: once, it
 ends in order; twice, at once; after its end, while the loop is taken down, nothing. An evaluation
-has no order to keep: once ends it at once.
+has no order to keep: once ends it at once. Before either has begun, once ends the command.
 
-Owns the handlers of those signals while a run lasts. Called by `trainer.fit` and
-`trainer.run.eval_run`, on the main thread.
+Owns the handlers of those signals while a command lasts. Called by `trainer.cli`, `trainer.fit` and
+`trainer.run.eval_run`, on the main thread. The command takes the signals over before it imports
+anything that takes long, so asyncio is imported where it is needed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
 
-__all__ = ["cancelled_by_signals", "handlers_put_back", "stop_by_signals"]
+if TYPE_CHECKING:
+    import asyncio
+
+__all__ = [
+    "cancelled_by_signals",
+    "handlers_put_back",
+    "ignored_from_now_on",
+    "interrupted_by_signals",
+    "stop_by_signals",
+]
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
+def interrupted_by_signals() -> Iterator[list[str]]:
+    """Around a command: until a run takes the signals over, each raises KeyboardInterrupt. Gives
+    the names of those that came: an import that one of them ended may raise what it likes. On
+    leaving, the signals are ignored.
+    """
+    came: list[str] = []
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        came.append(signal.Signals(number).name)
+        raise KeyboardInterrupt
+
+    for number in _stopping():
+        signal.signal(number, interrupt)
+    try:
+        yield came
+    finally:
+        ignored_from_now_on()
+
+
+def ignored_from_now_on() -> None:
+    """What comes after the end changes nothing."""
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
 def handlers_put_back() -> Iterator[None]:
-    """Around the loop: the handlers of before, once it is closed."""
+    """Around a loop, or a command that is not the whole process: afterwards the handlers of before
+    are back.
+    """
     before = {number: signal.getsignal(number) for number in _STOPPING}
     try:
         yield
@@ -36,6 +75,8 @@ def stop_by_signals(note: Callable[[str], None]) -> Iterator[asyncio.Event]:
 
     On leaving, the signals are ignored.
     """
+    import asyncio
+
     stop = asyncio.Event()
 
     def first(name: str) -> bool:
@@ -59,6 +100,8 @@ def cancelled_by_signals(note: Callable[[str], None]) -> Iterator[None]:
 @contextmanager
 def _handled(note: Callable[[str], None], instead: Callable[[str], bool]) -> Iterator[None]:
     """A signal cancels this task, unless something is done `instead`; a later one is only told."""
+    import asyncio
+
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
@@ -68,9 +111,7 @@ def _handled(note: Callable[[str], None], instead: Callable[[str], bool]) -> Ite
         elif not instead(name):
             task.cancel()
 
-    # `nohup` has asked for the terminal's end to be ignored.
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    stopping = [number for number in _STOPPING if not (ignored and number == signal.SIGHUP)]
+    stopping = _stopping()
     for number in stopping:
         loop.add_signal_handler(number, interrupt, number.name)
     try:
@@ -79,3 +120,9 @@ def _handled(note: Callable[[str], None], instead: Callable[[str], bool]) -> Ite
         for number in stopping:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
+
+
+def _stopping() -> list[signal.Signals]:
+    # `nohup` has asked for the terminal's end to be ignored.
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in _STOPPING if not (ignored and number == signal.SIGHUP)]

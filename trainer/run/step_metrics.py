@@ -45,17 +45,17 @@ def batch_metrics(batch: Batch, train_step: int, tasks: int) -> dict[str, float]
     rewards = [r.reward for r in rollouts if r.reward is not None]
     oldest = [r.model_step_min for r in rollouts if r.model_step_min is not None]
     tokens = [r.n_response_tokens for r in rollouts]
-    found = {
+    found: dict[str, float] = {
         "reward_batch": _mean(rewards),
-        "rollouts": float(len(rollouts)),
+        "rollouts": len(rollouts),
         "staleness_mean": token_staleness(train_step, 0) - _mean(oldest),
-        "staleness_max": float(token_staleness(train_step, min(oldest))) if oldest else 0.0,
+        "staleness_max": token_staleness(train_step, min(oldest)) if oldest else 0,
         "response_tokens_mean": _mean(tokens),
     }
     window = batch.report.metrics("window/")
     if "window/raw_reward_mean" in window:
         found["reward"] = window["window/raw_reward_mean"]
-    found["tokens_generated"] = window.get("window/produced_tokens", 0.0)
+    found["tokens_generated"] = window["window/produced_tokens"]
     return {**found, **window, **(_task_metrics(batch) if tasks > 1 else {})}
 
 
@@ -72,7 +72,7 @@ def _task_metrics(batch: Batch) -> dict[str, float]:
         ]
         found[f"task/{task}/reward"] = _mean(rewards)
         for name in ("produced_samples", "failed_samples", "filtered_samples"):
-            found[f"task/{task}/{name}"] = float(_vars_of(window)[name])
+            found[f"task/{task}/{name}"] = _vars_of(window)[name]
     return found
 
 
@@ -84,7 +84,7 @@ def _vars_of(record: Any) -> Mapping[str, Any]:
 def learner_metrics(report: Mapping[str, float]) -> dict[str, float]:
     """The learner's report under the names of the catalog."""
     return {
-        name if name in _LEARNER_NAMES else f"learner/{name}": float(value)
+        name if name in _LEARNER_NAMES else f"learner/{name}": value
         for name, value in report.items()
     }
 
@@ -136,13 +136,13 @@ def _spent(use: Sequence[tuple[EngineUse, EngineUse]], name: str) -> float:
 
 def arena_metrics(stats: Stats) -> dict[str, float]:
     """What the arena holds, by owner."""
-    found = {
-        "arena_bytes": float(stats.used),
-        "arena_sessions": float(stats.sessions),
-        "arena_objects": float(stats.objects),
+    found: dict[str, float] = {
+        "arena_bytes": stats.used,
+        "arena_sessions": stats.sessions,
+        "arena_objects": stats.objects,
     }
     for owner, (sessions, _, _) in stats.by_owner.items():
-        found[f"owner/{owner}"] = float(sessions)
+        found[f"owner/{owner}"] = sessions
     return found
 
 

@@ -102,9 +102,13 @@ class Summary:
         self.wait_s += wait_s
         self.step_s += step_s
 
-    def settle(self) -> None:
-        """Computes first and last from the series, a tenth of the steps at each end, and shares."""
-        self._count_time()
+    def settle(self, *, count_time: bool = True) -> None:
+        """Computes first and last from the series, a tenth of the steps at each end, and shares.
+
+        Without `count_time` what went by since `restore` is left out.
+        """
+        if count_time:
+            self._count_time()
         self.learner_wait_share = self.wait_s / self.step_s if self.step_s else 0.0
         if self.rewards:
             tenth = max(1, len(self.rewards) // 10)

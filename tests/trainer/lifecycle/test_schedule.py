@@ -303,17 +303,47 @@ def test_L20_every_token_bears_the_weights_that_sampled_it_while_new_ones_are_on
     assert ages <= {0, 1}  # the budget holds although the engines are behind the learner
 
 
-def test_weights_that_cannot_be_taken_beside_a_step_end_the_run(store: Store) -> None:
-    async def main() -> list[str]:
+@pytest.mark.parametrize("name", ["async", "sync", "colocated"])
+def test_weights_that_cannot_be_taken_end_the_run_but_the_step_is_told(
+    store: Store, name: str
+) -> None:
+    async def main() -> _Parts:
         async with desk(store) as made:
             parts = _Parts(made)
             _slow(parts, 1, broken_at=2)
+            mode = "in_flight" if name == "async" else "pause"
             with pytest.raises(EngineError, match="no weights of step 2"):
-                await _run(made, "async", parts, sync_mode="in_flight")
+                await _run(made, name, parts, sync_mode=mode, checkpoint_every=1)
             store.sessions.release_owned("learner")
-        return parts.log
+        return parts
 
-    assert "told 2" not in run_virtual(main())
+    parts = run_virtual(main())
+    assert [r.train_step for r in parts.reports] == [1, 2]
+    assert [type(r.failed) for r in parts.reports] == [type(None), EngineError]
+    assert [line for line in parts.log if "checkpoint" in line] == ["checkpoint 1"]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_step_that_cannot_be_told_either_hides_no_cause(store: Store, hangs: bool) -> None:
+    async def main() -> BaseException:
+        async with desk(store) as made:
+            parts = _Parts(made)
+            _slow(parts, 1, broken_at=1)
+
+            async def not_told(report: StepReport) -> None:
+                assert report.failed is not None
+                if hangs:
+                    await asyncio.Event().wait()
+                raise OSError("no room")
+
+            parts.on_step = not_told  # type: ignore[method-assign]
+            with pytest.raises(EngineError, match="no weights of step 1") as raised:
+                await _run(made, "async", parts, sync_mode="pause")
+            store.sessions.release_owned("learner")
+        return raised.value
+
+    (note,) = run_virtual(main()).__notes__
+    assert note.startswith("and step 1 was not told: " + ("TimeoutError" if hangs else "OSError"))
 
 
 def test_a_step_is_told_although_the_next_one_fails_before_its_weights_are_taken(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shmstore import SessionExists, SessionReleased, Store
 from shmstore.testing import temporary_store
+from trainer import segment_codec
 from trainer.errors import BadSegment, RoutingGap, TraceError, TraceMismatch
 from trainer.rollout import Rollout, Status
 from trainer.segment import IGNORE_LABEL, Segment
@@ -120,6 +121,75 @@ def test_paths_of_one_batch_may_differ_in_their_routing(traces: TraceStore) -> N
     assert joined is not None
     assert (joined[4] == 6).all()
     assert (joined[5] == 5).all()
+
+
+def test_a_long_path_is_its_segments_behind_each_other(traces: TraceStore) -> None:
+    """Long enough that it is copied without the GIL."""
+    traces.open("s", owner="p")
+    made = [make_segment(40_001, first_token=n, layers=3, top_k=2) for n in (0, 7)]
+    node = None
+    for segment in made:
+        node = traces.insert("s", segment, parent=node)
+    trace = traces.export("s")
+    for name in ("token_ids", "labels", "logprobs", "model_steps", "routed_experts"):
+        wanted = np.concatenate([getattr(segment, name) for segment in made])
+        np.testing.assert_array_equal(getattr(trace, name), wanted)
+
+
+def test_a_path_of_batches_that_others_wrote_is_exported_as_well(
+    traces: TraceStore, store: Store
+) -> None:
+    segment, empty = make_segment(3, text="one"), make_segment(0)
+    traces.open("s", owner="p")
+    store.put(segment_codec.to_batch(segment), session="s")
+    traces.insert("s", empty, parent=0)
+    traces.insert("s", segment, parent=1)
+    trace = traces.export("s")
+    assert trace.nodes == (0, 1, 2)
+    assert trace.token_ids.tolist() == [0, 1, 2] * 2
+    assert trace.routed_experts is not None
+    assert segment.routed_experts is not None
+    np.testing.assert_array_equal(trace.routed_experts[:3], segment.routed_experts)
+    assert traces.search("s", text="oneone") == Match(6, (0, 1, 2))
+
+
+def test_what_is_no_segment_is_not_exported(traces: TraceStore, store: Store) -> None:
+    traces.open("s", owner="p")
+    store.put(np.arange(4), session="s")
+    with pytest.raises(TraceError, match="not a segment, but ndarray"):
+        traces.export("s")
+
+
+def test_a_segment_whose_trailer_was_overwritten_is_not_exported(
+    traces: TraceStore, store: Store
+) -> None:
+    """As another process may leave it that writes where it must not."""
+    traces.open("s", owner="p")
+    whole = bytearray(segment_codec.stream(make_segment(3)))
+    whole[len(whole) - 46] ^= 0x80  # the count of its tokens
+    store.put_stream([whole], session="s")
+    with pytest.raises(TraceError, match=r"of 131 tokens .* its trailer was overwritten"):
+        traces.export("s")
+
+
+def test_rows_for_tokens_that_a_path_does_not_have_are_refused(traces: TraceStore) -> None:
+    traces.open("s", owner="p")
+    row = np.zeros((1, 2, 2), np.uint8)
+    traces.insert("s", Segment([1], [1], [0], [0], "", row, routed_before=row))
+    with pytest.raises(RoutingGap, match=r"of 1 tokens before it .* and its path has 0 there"):
+        traces.export("s")
+
+
+def test_reading_a_batch_leaves_nothing_pinned(traces: TraceStore, store: Store) -> None:
+    traces.open("s", owner="p")
+    traces.insert("s", make_segment(3))
+    traces.insert("s", make_segment(3, layers=0), parent=0)
+    for places in ([("s", 0), ("s", 0)], [("s", 0), ("s", 1)], [("s", 0), ("s", 2)]):
+        try:
+            assert len(traces.export_nodes(places)) == len(places)
+        except TraceError:
+            assert places[1][1] > 0
+        assert store.stats().pinned == 0
 
 
 def test_export_says_where_a_query_leaves_the_trace(talk: TraceStore) -> None:

@@ -56,6 +56,21 @@ def test_every_step_is_in_the_metrics_under_documented_names(
         assert record["ledger/produced"] == sum(record[f"ledger/{end}"] for end in ends)
 
 
+def test_counts_are_written_as_whole_numbers_and_nothing_else_is(
+    finished: tuple[runs.Result, runs.Run],
+) -> None:
+    counts = {"count", "rollout", "token", "B"}
+    for record in finished[1].steps():
+        for name, value in record.items():
+            described = describe(name)
+            assert described is not None
+            counted = described.unit in counts and not name.endswith("_mean")
+            if counted or name.endswith(("_samples", "/tokens", "/traces", "_step")):
+                assert type(value) is int, name
+            elif name.endswith(("_s", "_mean", "_share", "loss")):
+                assert type(value) is float, name
+
+
 def test_with_replay_the_learner_agrees_with_the_engine_on_fresh_rollouts(
     finished: tuple[runs.Result, runs.Run],
 ) -> None:

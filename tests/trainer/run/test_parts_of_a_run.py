@@ -263,7 +263,7 @@ def test_a_reader_that_has_gone_does_not_change_how_a_command_ends(
     command: str, status: int
 ) -> None:
     """What the command came to when that is known: `print` may fail before."""
-    code = f"import sys; from trainer import cli; sys.exit(cli._guarded(lambda: {command}))"
+    code = f"import sys; from trainer import cli; sys.exit(cli._guarded(lambda: {command}, []))"
     read, write = os.pipe()
     os.close(read)
     try:
@@ -286,7 +286,7 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error_of_the_command(
     def command() -> int:
         raise BrokenPipeError(32, "a tool has gone")
 
-    assert trainer.cli._guarded(command) == 1
+    assert trainer.cli._guarded(command, []) == 1
     assert "a tool has gone" in capfd.readouterr().err
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from shmstore import Store
 from tests.trainer.run import runs
+from trainer.checkpoint import read_checkpoint
 from trainer.cli import main
 
 pytestmark = [
@@ -138,6 +139,8 @@ def test_ctrl_c_once_ends_after_the_step_with_a_checkpoint_and_resume_finishes(
     assert "no step was left to train, so the totals are those of the last ch" in third.stderr
     same = ("reward_first", "reward_last", "tokens_trained", "learner_wait_share")
     assert [third.summary[key] for key in same] == [second.summary[key] for key in same]
+    kept = read_checkpoint(run.folder / f"checkpoints/step-{steps + 3}").totals
+    assert third.summary["wall_s"] == pytest.approx(kept["wall_s"], abs=1e-5)
 
 
 def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:

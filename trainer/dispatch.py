@@ -382,7 +382,7 @@ class Dispatcher:
         drawn = None if only_tail else self.sampler.draw(task, owner)
         if drawn is None:
             return None
-        return Work(drawn.ticket, task, drawn.prompt, drawn.attempt, model_step=self._ahead or 0)
+        return Work(drawn.ticket, task, drawn.prompt, drawn.attempt, model_step=self._ahead)
 
     def _some_to_go_on_with(self, task: str) -> bool:
         waiting = (Status.ABORTED, Status.EXPIRED)

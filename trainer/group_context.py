@@ -37,23 +37,21 @@ Tokens = NDArray[np.int32]
 @dataclass(slots=True)
 class Gate:
     """Shared by the conversations of one producer: whether new requests may start, which run, and
-    the newest weights that its engines are known to run.
+    word of new weights.
     """
 
     stopping: bool = False
     running: dict[str, Conversation] = field(default_factory=dict)
-    model_step: int = 0
     _newer: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def weights_taken(self, model_step: int) -> None:
-        """The engines run these weights from now on."""
-        self.model_step = max(self.model_step, model_step)
+    def weights_taken(self) -> None:
+        """The engine runs new weights."""
         self._newer.set()
         self._newer.clear()
 
-    async def weights(self, model_step: int) -> None:
-        """Returns when the engines run these weights or newer ones."""
-        while self.model_step < model_step:
+    async def weights(self, engine: Engine, model_step: int) -> None:
+        """Returns when the engine runs these weights or newer ones."""
+        while engine.model_step < model_step:
             await self._newer.wait()
 
 

@@ -197,7 +197,8 @@ class PendingGroup:
                 if not context.fresh:  # a fresh one has its attempt already
                     rollout = rollout.evolve(attempt=rollout.attempt + 1, error_msg=None)
                 attempts.append(Attempt(self._parts, self._config, context, rollout, note))
-            await self._gate.weights(self.work.model_step)
+            if self.work.model_step is not None:
+                await self._gate.weights(self._parts.engine, self.work.model_step)
             self._begun = True
             for attempt in attempts:
                 attempt.begin()

@@ -95,7 +95,7 @@ class Producer:
         self._parts = parts
         self._config = config
         self._run_name = run_name
-        self._gate = Gate(model_step=parts.engine.model_step)
+        self._gate = Gate()
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._changed = asyncio.Event()
@@ -178,9 +178,9 @@ class Producer:
         self._changed.set()
         await self._dispatcher.let_go(self.owner)
 
-    def weights_taken(self, model_step: int) -> None:
-        """The engines run these weights: what was drawn ahead, for them, is begun."""
-        self._gate.weights_taken(model_step)
+    def weights_taken(self) -> None:
+        """The engine runs new weights: what was drawn ahead, for them, is begun."""
+        self._gate.weights_taken()
 
     async def stop(self, timeout_s: float) -> PauseReport:
         """Pause for good and give everything back; `run` returns."""
@@ -236,7 +236,8 @@ class Producer:
         """What was drawn ahead of weights before a pause goes out again: behind it another batch
         may want it, with the weights there are.
         """
-        ahead = [work.uid for work in works if work.model_step > self._gate.model_step]
+        now = self._parts.engine.model_step
+        ahead = [w.uid for w in works if w.model_step is not None and w.model_step > now]
         if not ahead:
             return works
         await self._dispatcher.take_back(ahead, owner=self.owner)

@@ -32,7 +32,7 @@ class Work:
     prompt: Prompt
     attempt: int = 0
     group: Group | None = None
-    model_step: int = 0
+    model_step: int | None = None
 
     def __reduce__(self) -> tuple[type[Work], tuple[Any, ...]]:
         """As `Prompt.__reduce__`."""

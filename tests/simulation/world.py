@@ -326,7 +326,7 @@ class _World:
         await asyncio.sleep(self.rng.uniform(0, 0.5))
         await self.engine.load_weights(WeightsVersion(b"", model_step), mode)
         for producer, _, _ in self.producers.values():
-            producer.weights_taken(model_step)
+            producer.weights_taken()
 
     async def evaluate(self, train_step: int) -> None:
         before = self.store.sessions.list("replay")

@@ -198,10 +198,9 @@ class ProducerActor:
         """Every engine takes the weights; -> `use`, which is wanted once a step as well. Both as
         `to_bytes` writes them.
         """
-        version = weights_of(weights)
-        await self._ready.engine.load_weights(version, mode)
+        await self._ready.engine.load_weights(weights_of(weights), mode)
         if self._producer is not None:
-            self._producer.weights_taken(version.model_step)
+            self._producer.weights_taken()
         return to_bytes(await self.use())
 
     async def engine_up(self, name: str, weights: WeightsVersion) -> None:

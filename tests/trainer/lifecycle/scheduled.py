@@ -47,7 +47,7 @@ class Parts:
     async def sync(self, model_step: int, mode: SyncMode) -> None:
         self.log.append(f"sync {model_step} {mode}")
         await self.made.engine.load_weights(WeightsVersion(b"", model_step), mode)
-        self.made.producer.weights_taken(model_step)
+        self.made.producer.weights_taken()
 
     async def evaluate(self, train_step: int) -> None:
         self.log.append(f"evaluate {train_step}")

@@ -208,6 +208,7 @@ def test_L21_a_pause_gives_back_what_waits_for_weights_and_what_was_just_drawn_f
 ) -> None:
     async def main() -> None:
         async with desk(store, produce={"groups_max": 1}, **FRESH) as made:
+            parts = Parts(made)
             made.dispatcher.rest()
             await asyncio.sleep(1)
             made.dispatcher.work_ahead(1)
@@ -216,7 +217,7 @@ def test_L21_a_pause_gives_back_what_waits_for_weights_and_what_was_just_drawn_f
             report = await made.producer.pause(5)
             assert (report.finished_groups, report.cancelled_rollouts, report.seconds) == (0, 0, 0)
             assert store.sessions.list() == []
-            made.producer.weights_taken(1)  # also weights begin nothing in a pause
+            await parts.sync(1, "pause")  # also weights begin nothing in a pause
             await asyncio.sleep(1)
             assert store.sessions.list() == []
             await made.producer.resume()
@@ -250,11 +251,12 @@ def test_the_time_of_a_rollout_counts_from_its_begin_and_not_from_its_preparatio
     async def main() -> None:
         produce = {"rollout_timeout_s": 20.0, "grace_s": 1.0}
         async with desk(store, script=Script(token_s=1.0), produce=produce, **FRESH) as made:
+            parts = Parts(made)
             made.dispatcher.rest()
             await asyncio.sleep(1)
             made.dispatcher.work_ahead(1)
             await asyncio.sleep(1000)
-            made.producer.weights_taken(1)
+            await parts.sync(1, "pause")
             await made.dispatcher.set_steps(model_step=1)
             batch = await made.train(1)
             times_s = [rollout.generation_time_s for rollout in batch.rollouts]

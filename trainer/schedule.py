@@ -2,7 +2,9 @@
 L20, L23, L30).
 
 `async`      the producer goes on while the learner trains; weights every `sync_interval` steps
-`sync`       produce a batch, pause, train, sync; nothing is stale
+`sync`       produce a batch, pause, train, sync; nothing is stale. While one is trained the next
+             is prepared: drawn, its sessions opened, its requests made; it is begun with the
+             weights
 `colocated`  as `sync`, and learner and engine take turns on the same devices
 
 What need not be waited for is not: a step is booked, and in flight the engines take its weights,
@@ -98,6 +100,8 @@ class ScheduleParts:
     `evaluate(train_step)`, `checkpoint(train_step)`: called when due. `on_step(report)`: after each
     step, in their order, when its weights are out, or cannot be; perhaps while the next one is
     trained. `stop`: once it is set the step under way is the last; waiting for a batch then ends.
+    `prepares`: the producers hear of weights that the engines have taken
+    (`Producer.weights_taken`), so that they can be given work for weights that are still to come.
     """
 
     dispatcher: Dispatcher
@@ -109,6 +113,7 @@ class ScheduleParts:
     on_step: Callable[[StepReport], Awaitable[None]] | None = None
     devices: Devices | None = None
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    prepares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +180,7 @@ class _Run:
         self.dispatcher = parts.dispatcher
         self._loop = asyncio.get_running_loop()
         self._resumed_at = self._paused_at = self._loop.time()
-        self._paused = self._told = False
+        self._paused = self._told = self._ahead = False
         self._trained = config.first_step - 1
         self._beside: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[Any] | None = None
@@ -280,6 +285,7 @@ class _Run:
         """A batch for a learner's successor; producers at rest work on if a new one is needed."""
         if not self._paused or self.dispatcher.ready(step):
             return (await self.take(step))[0]
+        await self.rest_again()
         devices = self.parts.devices
         if devices is not None:
             await devices.to_engine()
@@ -298,6 +304,26 @@ class _Run:
         self._note_pause()
         return PauseReport(0, 0, 0.0)
 
+    def work_ahead(self, step: int) -> None:
+        """While `step` is trained, let the producers at rest prepare what they begin with its
+        weights.
+
+        Not where an evaluation or a checkpoint comes in between, which finds nothing drawn; and not
+        where they have groups of the last batch to go on with.
+        """
+        last = step == self.config.steps or self.stopping
+        if self.parts.prepares and not (self._told or last or self.due(step)):
+            self._ahead = True
+            self.dispatcher.work_ahead(step)
+
+    async def rest_again(self) -> None:
+        """What was prepared is given back: the weights are not for it."""
+        if self._ahead:
+            self._ahead = False
+            if not self.dispatcher.rest():
+                self._told = True
+                await self.parts.producer.pause(self.config.pause_timeout_s)
+
     async def pause(self) -> PauseReport:
         """Stop the producers, and book how long they had worked. One that is started meanwhile, in
         the place of a dead one, gets no work either.
@@ -315,7 +341,7 @@ class _Run:
 
     async def resume(self) -> None:
         """Let the producers go on, and book how long they had stood still."""
-        self._paused = False
+        self._paused = self._ahead = False
         self.dispatcher.work()
         if self._told:
             await self.parts.producer.resume()
@@ -431,7 +457,10 @@ async def _run_sync(run: _Run) -> None:
         pause = await run.rest()
         if devices is not None:
             await devices.to_learner()
+        run.work_ahead(step)
         metrics, train_s, batch = await run.train(step, batch)
+        if run.stopping:
+            await run.rest_again()
         report = StepReport(step, metrics, batch, wait_s, train_s, 0.0, pause)
         started = loop.time()
         async with run.told_anyway(report):

@@ -8,9 +8,9 @@ report with it (the last token of the turn before).
 
 Writing through pyarrow costs more than copying the payload. So the two messages of the stream are
 made once per shape by pyarrow, kept, and cut where text, counts and rows stand: a segment is those
-cuts with its own arrays between them, gathered straight into the arena. What is kept was first read
-back by pyarrow and compared, so a pyarrow that lays out messages in another way is noticed at once,
-and pyarrow's own bytes are used.
+cuts with its own arrays between them, which the core writes straight into the arena. What is kept
+was first read back by pyarrow and compared, so a pyarrow that lays out messages in another way is
+noticed at once, and pyarrow's own bytes are used.
 
 Behind the end of the stream, where no Arrow reader looks, lies a trailer with the places of all
 parts, so that a trace is assembled without pyarrow as well: reading through it costs a hundred
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,12 +32,12 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from shmstore import ArenaDamaged
-from shmstore.arrow import segment_places
+from shmstore import ArenaDamaged, headers
+from shmstore.arrow import SegmentWriter, Sort, segment_places
 from trainer.errors import TraceError
 from trainer.segment import Segment
 
-__all__ = ["Columns", "encode", "is_segment", "read", "stream", "to_batch", "view"]
+__all__ = ["Columns", "is_segment", "read", "stream", "to_batch", "view", "writer"]
 
 Routing = NDArray[np.uint8] | NDArray[np.uint16]
 
@@ -54,7 +54,6 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MAGIC = b"segment2"
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
-_NOTHING = b""
 
 #: Rows of `Columns.numbers`.
 _TOKEN_IDS, _LABELS, _LOGPROBS, _MODEL_STEPS = range(4)
@@ -136,66 +135,29 @@ class _Shape:
 
 
 class _Frame(NamedTuple):
-    """What surrounds the varying parts of all segments of one layout; see `encode`."""
+    """What surrounds the varying parts of all segments of one layout, as `SegmentWriter` takes it.
 
-    head: bytes
+    In their order: `head`, the text filled up with zeros to `text_class`, `before_rows`, the rows
+    for tokens before, `before_digits`, the size of the text in digits, `to_body`, the columns, each
+    padded to 8 bytes, the routing, `tail`, the size of the text once more. `head` begins with the
+    store's header.
+    """
+
     text_class: int
+    head: bytes
     before_rows: bytes
     before_digits: bytes
     to_body: bytes
-    pad: bytes
     tail: bytes
 
 
-#: Frames by tokens, text class and, where there is routing, its shape; emptied when it is full.
-_FRAMES: dict[tuple[Any, ...], _Frame] = {}
+#: Frames that are kept; beyond that all are made anew.
 FRAMES_MAX = 8192
 
 
-def encode(segment: Segment) -> Sequence[Any]:
-    """The segment as buffers and texts whose concatenation is one Arrow IPC stream.
-
-    On the path of every turn: one lookup, and a list of what is there already. It costs 1 µs.
-    """
-    text, routed, before = segment.text, segment.routed_experts, segment.routed_before
-    n_text = len(text) if text.isascii() else len(text.encode())
-    n, text_bits = segment.token_ids.size, (n_text - 1).bit_length()
-    key: tuple[Any, ...] = n, text_bits
-    if routed is not None:
-        n_before = 0 if before is None else len(before)
-        key = n, text_bits, routed.shape, routed.itemsize, segment.n_routed, n_before
-    frame = _FRAMES.get(key) or _new_frame(key, segment, n_text)
-    if frame is None:
-        return _encode_by_pyarrow(segment)
-    head, text_class, before_rows, before_digits, to_body, pad, tail = frame
-    digits = b"%010d" % n_text
-    return [
-        head,
-        text,
-        bytes(text_class - n_text),
-        before_rows,
-        _NOTHING if before is None else before,
-        before_digits,
-        digits,
-        to_body,
-        segment.token_ids,
-        pad,
-        segment.labels,
-        pad,
-        segment.logprobs,
-        pad,
-        segment.model_steps,
-        pad,
-        _NOTHING if routed is None else routed,
-        tail,
-        digits,
-    ]
-
-
 def stream(segment: Segment) -> bytes:
-    """What `encode` gives, in one piece."""
-    parts = encode(segment)
-    return b"".join([part.encode() if isinstance(part, str) else bytes(part) for part in parts])
+    """The Arrow IPC stream of a segment, with the trailer behind its end."""
+    return writer.bytes(segment)[len(_header(0)) :]
 
 
 def view(whole: memoryview) -> Columns | None:
@@ -338,27 +300,28 @@ def _metadata(shape: _Shape, text: bytes, n_routed: int, before: bytes) -> dict[
     }
 
 
-def _encode_by_pyarrow(segment: Segment) -> list[Any]:
+def _written_by_pyarrow(segment: Segment) -> bytes:
     """pyarrow's own messages. Where the parts stand in them is not known, so they stand once more
     behind the end of the stream, for the trailer to name.
     """
     batch, text = to_batch(segment), segment.text.encode()
     shape = _shape_of(segment, len(text))
     routed, before = segment.routed_experts, segment.routed_before
-    messages = [bytes(batch.schema.serialize()), bytes(batch.serialize()), _END_OF_STREAM]
+    messages = bytes(batch.schema.serialize()) + bytes(batch.serialize()) + _END_OF_STREAM
     rows_before = b"" if before is None else before.tobytes()
     pad = bytes(shape.n % 2 * 4)
-    body: list[bytes] = []
+    body = b""
     for column in (segment.token_ids, segment.labels, segment.logprobs, segment.model_steps):
-        body += column.tobytes(), pad
+        body += column.tobytes() + pad
     if routed is not None:
-        body.append(_routing_bytes(routed, shape.n))
-    text_at = sum(map(len, messages))
+        body += _routing_bytes(routed, shape.n)
+    text_at = len(messages)
     before_at = text_at + len(text)
     body_at = before_at + len(rows_before)
-    nbytes = body_at + sum(map(len, body)) + _TRAILER.size
+    nbytes = body_at + len(body) + _TRAILER.size
     trailer = _trailer(shape, segment.n_routed, nbytes, body_at, text_at, before_at)
-    return [*messages, text, rows_before, *body, trailer, b"%010d" % len(text)]
+    digits = b"%010d" % len(text)
+    return b"".join((_header(nbytes), messages, text, rows_before, body, trailer, digits))
 
 
 def _trailer(
@@ -383,12 +346,12 @@ def _trailer(
     return whole[:-_DIGITS]
 
 
-def _new_frame(key: tuple[Any, ...], segment: Segment, n_text: int) -> _Frame | None:
-    """The frame of this segment and all like it, kept; None where pyarrow's layout is another."""
-    shape = _shape_of(segment, n_text)
+def _frame_of(segment: Segment) -> _Frame | bytes:
+    """The frame of this segment and all like it; all bytes where pyarrow's layout is another."""
+    shape = _shape_of(segment, len(segment.text.encode()))
     layout = _layout(shape)
     if layout is None:
-        return None
+        return _written_by_pyarrow(segment)
     schema = bytearray(layout.schema)
     at = layout.n_routed_at
     schema[at : at + _DIGITS] = b"%010d" % segment.n_routed
@@ -400,18 +363,23 @@ def _new_frame(key: tuple[Any, ...], segment: Segment, n_text: int) -> _Frame | 
         tail_nbytes = _routing_tail(segment.routed_experts, shape.n)
     nbytes = body_at + layout.body_nbytes + _TRAILER.size
     trailer = _trailer(shape, segment.n_routed, nbytes, body_at, layout.text_at, layout.rows_at)
-    if len(_FRAMES) >= FRAMES_MAX:
-        _FRAMES.clear()
-    frame = _FRAMES[key] = _Frame(
-        head=bytes(schema[: layout.text_at]),
+    return _Frame(
         text_class=shape.text_class,
+        head=_header(nbytes) + bytes(schema[: layout.text_at]),
         before_rows=bytes(schema[text_end : layout.rows_at]),
         before_digits=bytes(schema[rows_end : layout.digits_at]),
         to_body=bytes(schema[layout.digits_at + _DIGITS :]) + layout.batch_head,
-        pad=bytes(shape.n % 2 * 4),
         tail=bytes(tail_nbytes) + trailer,
     )
-    return frame
+
+
+def _header(nbytes: int) -> bytes:
+    """Stands before the stream of a record batch in the arena."""
+    return headers.pack(headers.Kind.ARROW, nbytes, text=Sort.BATCH.value)
+
+
+#: Writes segments into the arena: `append`, `put`.
+writer = SegmentWriter(_frame_of, FRAMES_MAX)
 
 
 class _Layout(NamedTuple):

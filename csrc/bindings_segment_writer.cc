@@ -1,0 +1,314 @@
+// Segments of the trainer into the arena: a frame of bytes that Python has made for all segments of
+// one layout, with the segment's own arrays between.
+//
+// `SegmentWriter` owns the frames. `frame_of(segment)` makes one: (text_class, head, before_rows,
+// before_digits, to_body, tail), where `head` begins with the store's header, see
+// `trainer/segment_codec.py`; or it gives the bytes of the whole object, header and all, for a
+// segment that fits no frame. Promises: what is read of a segment is checked first, so that no
+// object makes us read beside it.
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include <numpy/arrayobject.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdio>
+#include <limits>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "bindings_put.h"
+#include "bindings_values.h"
+
+namespace shmrl::py {
+namespace {
+
+constexpr std::size_t kColumns = 4;
+constexpr std::size_t kDigits = 10;  // in which the size of the text stands
+constexpr std::array<char, sizeof(std::int32_t)> kPad{};
+
+constexpr std::array<const char*, kColumns> kColumnNames = {"token_ids", "labels", "logprobs",
+                                                            "model_steps"};
+constexpr std::array<int, kColumns> kColumnTypes = {NPY_INT32, NPY_INT32, NPY_FLOAT32, NPY_INT32};
+
+struct Frame {
+  std::size_t text_class = 0;
+  std::string head, before_rows, before_digits, to_body, tail;
+};
+
+// What the frame of a segment depends on: tokens, text class, rows of routing, layers, top_k, bytes
+// of an expert's number, known rows, rows for tokens before it.
+using FrameKey = std::array<std::uint64_t, 8>;
+
+struct FrameKeyHash {
+  std::size_t operator()(const FrameKey& key) const noexcept {
+    std::uint64_t mixed = 0;
+    for (const std::uint64_t part : key) mixed = (mixed ^ part) * 0x9E3779B97F4A7C15ull;
+    return mixed ^ (mixed >> 29);
+  }
+};
+
+// Of Segment's names, made once and kept for good.
+PyObject* name_of(const char* text) { return checked(PyUnicode_InternFromString(text)); }
+
+nb::object attribute(nb::handle object, PyObject* name) {
+  return nb::steal(checked(PyObject_GetAttr(object.ptr(), name)));
+}
+
+// The bytes of an array of the given type and dimensions, which `kept` keeps in place.
+struct Numbers {
+  nb::object kept;
+  const std::byte* data = nullptr;
+  std::uint64_t bytes = 0;
+  std::array<std::uint64_t, 3> shape{};
+  std::uint64_t itemsize = 0;
+
+  bool absent() const { return data == nullptr; }
+};
+
+Numbers numbers(nb::object array, const char* name, int dimensions,
+                std::initializer_list<int> types) {
+  auto* given = reinterpret_cast<PyArrayObject*>(array.ptr());
+  if (!PyArray_Check(array.ptr()) || PyArray_NDIM(given) != dimensions ||
+      std::find(types.begin(), types.end(), PyArray_TYPE(given)) == types.end() ||
+      !PyArray_ISCARRAY_RO(given))
+    raise("BadValue", std::string("the ") + name + " of a segment are no plain array of its type");
+  Numbers found;
+  found.data = static_cast<const std::byte*>(PyArray_DATA(given));
+  found.bytes = static_cast<std::uint64_t>(PyArray_NBYTES(given));
+  for (int i = 0; i < dimensions; ++i)
+    found.shape[static_cast<std::size_t>(i)] = static_cast<std::uint64_t>(PyArray_DIM(given, i));
+  found.itemsize = static_cast<std::uint64_t>(PyArray_ITEMSIZE(given));
+  found.kept = std::move(array);
+  return found;
+}
+
+// One segment as it is to be written: the frame and the parts between, or all bytes at once.
+struct Written {
+  std::shared_ptr<const Frame> frame;
+  nb::object whole;
+  nb::object text_kept;
+  std::string_view text;
+  std::array<Numbers, kColumns> columns;
+  Numbers routed, before;
+
+  std::uint64_t n() const { return columns[0].shape[0]; }
+  std::size_t pad_bytes() const { return n() % 2 * kPad.size(); }
+
+  std::uint64_t size() const {
+    if (whole.is_valid()) return static_cast<std::uint64_t>(PyBytes_GET_SIZE(whole.ptr()));
+    const Frame& f = *frame;
+    return f.head.size() + f.text_class + f.before_rows.size() + before.bytes +
+           f.before_digits.size() + kDigits + f.to_body.size() +
+           kColumns * (columns[0].bytes + pad_bytes()) + routed.bytes + f.tail.size() + kDigits;
+  }
+
+  // The header with which the object begins; BadValue when Python made another.
+  ValueHeader header() const {
+    const std::string_view head =
+        whole.is_valid() ? std::string_view(PyBytes_AS_STRING(whole.ptr()), size()) : frame->head;
+    ValueHeader found;
+    if (!read_head(reinterpret_cast<const std::byte*>(head.data()), head.size(), found) ||
+        found.header_bytes + found.payload_bytes != size())
+      raise("BadValue", "a segment and its frame do not fit together");
+    return found;
+  }
+
+  void write(std::byte* to) const {
+    const auto put = [&to](const void* data, std::size_t bytes) {
+      if (bytes > 0) copy_payload(to, data, bytes);
+      to += bytes;
+    };
+    const auto put_text = [&put](std::string_view piece) { put(piece.data(), piece.size()); };
+    if (whole.is_valid()) return put(PyBytes_AS_STRING(whole.ptr()), size());
+    std::array<char, kDigits + 1> digits;
+    std::snprintf(digits.data(), digits.size(), "%010llu",
+                  static_cast<unsigned long long>(text.size()));
+    put_text(frame->head);
+    put_text(text);
+    const std::size_t zeros = frame->text_class - text.size();
+    std::memset(to, 0, zeros);
+    to += zeros;
+    put_text(frame->before_rows);
+    put(before.data, before.bytes);
+    put_text(frame->before_digits);
+    put(digits.data(), kDigits);
+    put_text(frame->to_body);
+    for (const Numbers& column : columns) {
+      put(column.data, column.bytes);
+      put(kPad.data(), pad_bytes());
+    }
+    put(routed.data, routed.bytes);
+    put_text(frame->tail);
+    put(digits.data(), kDigits);
+  }
+};
+
+class SegmentWriter {
+ public:
+  SegmentWriter(nb::object frame_of, std::size_t frames_max)
+      : frame_of_(std::move(frame_of)), frames_max_(frames_max) {
+    for (std::size_t c = 0; c < kColumns; ++c) names_[c] = name_of(kColumnNames[c]);
+  }
+
+  std::uint32_t append(StoreCore& core, nb::handle session, nb::handle segment, nb::handle parent,
+                       nb::handle timeout) {
+    if (session.is_none()) raise("BadName", "a session id is a str, not None");
+    const Target target = parse_target(core, session, timeout, parent);
+    Draft draft = written(target, prepare(segment));
+    return seal_in_session(target, draft);
+  }
+
+  nb::object put(StoreCore& core, nb::handle segment, nb::handle session, nb::handle timeout,
+                 nb::handle parent) {
+    const Target target = parse_target(core, session, timeout, parent);
+    const Written prepared = prepare(segment);
+    Draft draft = written(target, prepared);
+    return seal(target, draft, prepared.header().payload_bytes);
+  }
+
+  nb::object bytes(nb::handle segment) {
+    const Written prepared = prepare(segment);
+    (void)prepared.header();
+    nb::object all = nb::steal(
+        checked(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(prepared.size()))));
+    prepared.write(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(all.ptr())));
+    return all;
+  }
+
+ private:
+  static Draft written(const Target& target, const Written& prepared) {
+    const ValueHeader header = prepared.header();
+    Draft draft = reserve(target, header.header_bytes, header.payload_bytes);
+    prepared.write(draft.data());
+    return draft;
+  }
+
+  Written prepare(nb::handle segment) {
+    Written w;
+    for (std::size_t c = 0; c < kColumns; ++c) {
+      w.columns[c] = numbers(attribute(segment, names_[c]), kColumnNames[c], 1, {kColumnTypes[c]});
+      if (w.columns[c].shape[0] != w.n())
+        raise("BadValue", "the columns of a segment differ in length");
+    }
+    w.text_kept = attribute(segment, text_);
+    w.text = parse_text(w.text_kept, "the text of a segment");
+    read_routing(segment, w);
+    const std::uint64_t text_class = std::bit_ceil(std::max<std::uint64_t>(w.text.size(), 1));
+    const FrameKey key = {w.n(),
+                          text_class,
+                          w.routed.shape[0],
+                          w.routed.shape[1],
+                          w.routed.shape[2],
+                          w.routed.itemsize,
+                          known_rows(segment, w.n()),
+                          w.before.shape[0]};
+    const auto found = frames_.find(key);
+    if (found != frames_.end()) {
+      w.frame = found->second;
+      return w;
+    }
+    const nb::object made = frame_of_(segment);
+    if (PyBytes_Check(made.ptr()))
+      w.whole = made;
+    else
+      keep(key, w, made);
+    return w;
+  }
+
+  void read_routing(nb::handle segment, Written& w) {
+    nb::object routed = attribute(segment, routed_experts_);
+    if (routed.is_none()) return;
+    w.routed = numbers(std::move(routed), "routed_experts", 3, {NPY_UINT8, NPY_UINT16});
+    nb::object before = attribute(segment, routed_before_);
+    if (before.is_none()) return;
+    w.before = numbers(std::move(before), "routed_before", 3, {NPY_UINT8, NPY_UINT16});
+    if (w.before.itemsize != w.routed.itemsize || w.before.shape[1] != w.routed.shape[1] ||
+        w.before.shape[2] != w.routed.shape[2])
+      raise("BadValue", "the routing of a segment and that before it differ in form");
+  }
+
+  std::uint64_t known_rows(nb::handle segment, std::uint64_t n) const {
+    const nb::object known = attribute(segment, n_routed_);
+    const Py_ssize_t rows = PyNumber_AsSsize_t(known.ptr(), nullptr);
+    if (rows == -1 && PyErr_Occurred()) nb::raise_python_error();
+    if (rows < 0 || static_cast<std::uint64_t>(rows) > n)
+      raise("BadValue", "n_routed of a segment is no count of its rows");
+    return static_cast<std::uint64_t>(rows);
+  }
+
+  void keep(const FrameKey& key, Written& w, nb::handle made) {
+    if (!PyTuple_Check(made.ptr()) || PyTuple_GET_SIZE(made.ptr()) != 6)
+      raise("BadValue", "a frame is a tuple of six, or all bytes of the object");
+    const auto part = [&](Py_ssize_t i) {
+      char* data = nullptr;
+      Py_ssize_t size = 0;
+      if (PyBytes_AsStringAndSize(PyTuple_GET_ITEM(made.ptr(), i), &data, &size) < 0)
+        nb::raise_python_error();
+      return std::string(data, static_cast<std::size_t>(size));
+    };
+    auto frame = std::make_shared<Frame>();
+    frame->text_class = nb::cast<std::size_t>(nb::handle(PyTuple_GET_ITEM(made.ptr(), 0)));
+    if (frame->text_class < w.text.size())
+      raise("BadValue", "a segment and its frame do not fit together");
+    frame->head = part(1);
+    frame->before_rows = part(2);
+    frame->before_digits = part(3);
+    frame->to_body = part(4);
+    frame->tail = part(5);
+    w.frame = frame;
+    (void)w.header();
+    if (frames_.size() >= frames_max_) frames_.clear();
+    frames_[key] = std::move(frame);
+  }
+
+  nb::object frame_of_;
+  const std::size_t frames_max_;
+  std::unordered_map<FrameKey, std::shared_ptr<const Frame>, FrameKeyHash> frames_;
+  std::array<PyObject*, kColumns> names_;
+  PyObject* const text_ = name_of("text");
+  PyObject* const routed_experts_ = name_of("routed_experts");
+  PyObject* const routed_before_ = name_of("routed_before");
+  PyObject* const n_routed_ = name_of("n_routed");
+};
+
+// Raises for the first session that is gone; those before it have the object then.
+nb::list attach_to_all(StoreCore& core, nb::handle sessions, nb::handle ref, nb::handle parent) {
+  const nb::object all = nb::steal(checked(PySequence_Tuple(sessions.ptr())));
+  const StoreCore::Use store(core);
+  nb::list positions;
+  for (nb::handle session : nb::borrow<nb::tuple>(all)) {
+    const Target target = parse_target(core, session, nb::none(), parent);
+    std::uint32_t position = 0;
+    require(store->attach_object(target.session, parse_ref(ref), target.parent, position));
+    positions.append(position);
+  }
+  return positions;
+}
+
+void* import_numpy() {
+  import_array();
+  return &g_hooks;
+}
+
+}  // namespace
+
+void bind_segment_writer(nb::class_<StoreCore>& type, nb::module_& module) {
+  if (import_numpy() == nullptr) nb::raise_python_error();
+  using nb::arg;
+  const auto none = [](const char* name) { return arg(name) = nb::none(); };
+  nb::class_<SegmentWriter>(module, "SegmentWriter")
+      .def(nb::init<nb::object, std::size_t>(), arg("frame_of"), arg("frames_max"))
+      .def("append", &SegmentWriter::append, arg("store"), arg("session").none(), arg("segment"),
+           none("parent"), none("timeout"))
+      .def("put", &SegmentWriter::put, arg("store"), arg("segment"), none("session"),
+           none("timeout"), none("parent"))
+      .def("bytes", &SegmentWriter::bytes, arg("segment"));
+  type.def("session_attach_to_all", &attach_to_all, arg("sessions"), arg("ref").none(),
+           arg("parent").none());
+}
+
+}  // namespace shmrl::py

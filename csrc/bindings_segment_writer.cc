@@ -30,8 +30,6 @@ constexpr std::size_t kColumns = 4;
 constexpr std::size_t kDigits = 10;  // in which the size of the text stands
 constexpr std::array<char, sizeof(std::int32_t)> kPad{};
 
-constexpr std::array<const char*, kColumns> kColumnNames = {"token_ids", "labels", "logprobs",
-                                                            "model_steps"};
 constexpr std::array<int, kColumns> kColumnTypes = {NPY_INT32, NPY_INT32, NPY_FLOAT32, NPY_INT32};
 
 struct Frame {
@@ -39,8 +37,8 @@ struct Frame {
   std::string head, before_rows, before_digits, to_body, tail;
 };
 
-// What the frame of a segment depends on: tokens, text class, rows of routing, layers, top_k, bytes
-// of an expert's number, known rows, rows for tokens before it.
+// What the frame of a segment depends on: tokens, the power of two that holds its text, rows of
+// routing, layers, top_k, bytes of an expert's number, known rows, rows for tokens before it.
 using FrameKey = std::array<std::uint64_t, 8>;
 
 struct FrameKeyHash {
@@ -51,51 +49,114 @@ struct FrameKeyHash {
   }
 };
 
-// Of Segment's names, made once and kept for good.
-PyObject* name_of(const char* text) { return checked(PyUnicode_InternFromString(text)); }
+// The names of a segment's fields, made once and kept for good.
+struct Names {
+  static PyObject* of(const char* text) { return checked(PyUnicode_InternFromString(text)); }
+  std::array<PyObject*, kColumns> columns = {of("token_ids"), of("labels"), of("logprobs"),
+                                             of("model_steps")};
+  PyObject* text = of("text");
+  PyObject* routed_experts = of("routed_experts");
+  PyObject* routed_before = of("routed_before");
+  PyObject* n_routed = of("n_routed");
+};
+
+const Names& names() {
+  static const Names all;
+  return all;
+}
 
 nb::object attribute(nb::handle object, PyObject* name) {
   return nb::steal(checked(PyObject_GetAttr(object.ptr(), name)));
 }
 
-// The bytes of an array of the given type and dimensions, which `kept` keeps in place.
+// The bytes of an array, which `kept` keeps in place.
 struct Numbers {
   nb::object kept;
   const std::byte* data = nullptr;
   std::uint64_t bytes = 0;
   std::array<std::uint64_t, 3> shape{};
   std::uint64_t itemsize = 0;
-
-  bool absent() const { return data == nullptr; }
 };
 
-Numbers numbers(nb::object array, const char* name, int dimensions,
-                std::initializer_list<int> types) {
+// False unless it is an array of numpy's own of these dimensions and of one of these types, without
+// gaps.
+bool take(nb::object array, int dimensions, int type, int other_type, Numbers& out) {
   auto* given = reinterpret_cast<PyArrayObject*>(array.ptr());
-  if (!PyArray_Check(array.ptr()) || PyArray_NDIM(given) != dimensions ||
-      std::find(types.begin(), types.end(), PyArray_TYPE(given)) == types.end() ||
+  if (Py_TYPE(array.ptr()) != &PyArray_Type || PyArray_NDIM(given) != dimensions ||
+      (PyArray_TYPE(given) != type && PyArray_TYPE(given) != other_type) ||
       !PyArray_ISCARRAY_RO(given))
-    raise("BadValue", std::string("the ") + name + " of a segment are no plain array of its type");
-  Numbers found;
-  found.data = static_cast<const std::byte*>(PyArray_DATA(given));
-  found.bytes = static_cast<std::uint64_t>(PyArray_NBYTES(given));
+    return false;
+  out.data = static_cast<const std::byte*>(PyArray_DATA(given));
+  out.bytes = static_cast<std::uint64_t>(PyArray_NBYTES(given));
   for (int i = 0; i < dimensions; ++i)
-    found.shape[static_cast<std::size_t>(i)] = static_cast<std::uint64_t>(PyArray_DIM(given, i));
-  found.itemsize = static_cast<std::uint64_t>(PyArray_ITEMSIZE(given));
-  found.kept = std::move(array);
-  return found;
+    out.shape[static_cast<std::size_t>(i)] = static_cast<std::uint64_t>(PyArray_DIM(given, i));
+  out.itemsize = static_cast<std::uint64_t>(PyArray_ITEMSIZE(given));
+  out.kept = std::move(array);
+  return true;
 }
 
-// One segment as it is to be written: the frame and the parts between, or all bytes at once.
-struct Written {
-  std::shared_ptr<const Frame> frame;
-  nb::object whole;
+// The parts of a segment that is as `trainer.segment.Segment` says, without any conversion.
+struct Plain {
   nb::object text_kept;
   std::string_view text;
   std::array<Numbers, kColumns> columns;
   Numbers routed, before;
+  std::uint64_t n_routed = 0;
 
   std::uint64_t n() const { return columns[0].shape[0]; }
+
+  // False when it is not.
+  bool read(nb::handle segment) {
+    for (std::size_t c = 0; c < kColumns; ++c)
+      if (!take(attribute(segment, names().columns[c]), 1, kColumnTypes[c], kColumnTypes[c],
+                columns[c]) ||
+          columns[c].shape[0] != n())
+        return false;
+    return read_text(segment) && read_routing(segment);
+  }
+
+ private:
+  bool read_text(nb::handle segment) {
+    text_kept = attribute(segment, names().text);
+    if (!PyUnicode_Check(text_kept.ptr())) return false;
+    Py_ssize_t size = 0;
+    const char* data = PyUnicode_AsUTF8AndSize(text_kept.ptr(), &size);
+    if (data == nullptr) {
+      PyErr_Clear();
+      return false;
+    }
+    text = {data, static_cast<std::size_t>(size)};
+    return true;
+  }
+
+  // `n_routed` below 0: all rows that are there.
+  bool read_routing(nb::handle segment) {
+    const nb::object known = attribute(segment, names().n_routed);
+    if (!PyLong_CheckExact(known.ptr())) return false;
+    const Py_ssize_t stated = PyLong_AsSsize_t(known.ptr());
+    if (stated == -1 && PyErr_Occurred()) {
+      PyErr_Clear();
+      return false;
+    }
+    nb::object given = attribute(segment, names().routed_experts);
+    nb::object given_before = attribute(segment, names().routed_before);
+    if (given.is_none()) return stated <= 0 && given_before.is_none();
+    if (!take(std::move(given), 3, NPY_UINT8, NPY_UINT16, routed)) return false;
+    const std::uint64_t rows = routed.shape[0];
+    n_routed = stated < 0 ? rows : static_cast<std::uint64_t>(stated);
+    if (rows > n() || rows + 1 < n() || n_routed > rows) return false;
+    if (given_before.is_none()) return true;
+    return take(std::move(given_before), 3, NPY_UINT8, NPY_UINT16, before) &&
+           before.itemsize == routed.itemsize && before.shape[1] == routed.shape[1] &&
+           before.shape[2] == routed.shape[2];
+  }
+};
+
+// One segment as it is to be written: the frame and the parts between, or all bytes at once.
+struct Written : Plain {
+  std::shared_ptr<const Frame> frame;
+  nb::object whole;
+
   std::size_t pad_bytes() const { return n() % 2 * kPad.size(); }
 
   std::uint64_t size() const {
@@ -150,9 +211,7 @@ struct Written {
 class SegmentWriter {
  public:
   SegmentWriter(nb::object frame_of, std::size_t frames_max)
-      : frame_of_(std::move(frame_of)), frames_max_(frames_max) {
-    for (std::size_t c = 0; c < kColumns; ++c) names_[c] = name_of(kColumnNames[c]);
-  }
+      : frame_of_(std::move(frame_of)), frames_max_(frames_max) {}
 
   std::uint32_t append(StoreCore& core, nb::handle session, nb::handle segment, nb::handle parent,
                        nb::handle timeout) {
@@ -189,22 +248,14 @@ class SegmentWriter {
 
   Written prepare(nb::handle segment) {
     Written w;
-    for (std::size_t c = 0; c < kColumns; ++c) {
-      w.columns[c] = numbers(attribute(segment, names_[c]), kColumnNames[c], 1, {kColumnTypes[c]});
-      if (w.columns[c].shape[0] != w.n())
-        raise("BadValue", "the columns of a segment differ in length");
-    }
-    w.text_kept = attribute(segment, text_);
-    w.text = parse_text(w.text_kept, "the text of a segment");
-    read_routing(segment, w);
-    const std::uint64_t text_class = std::bit_ceil(std::max<std::uint64_t>(w.text.size(), 1));
+    if (!w.read(segment)) raise("BadValue", "this is no segment that was checked");
     const FrameKey key = {w.n(),
-                          text_class,
+                          std::bit_ceil(std::max<std::uint64_t>(w.text.size(), 1)),
                           w.routed.shape[0],
                           w.routed.shape[1],
                           w.routed.shape[2],
                           w.routed.itemsize,
-                          known_rows(segment, w.n()),
+                          w.n_routed,
                           w.before.shape[0]};
     const auto found = frames_.find(key);
     if (found != frames_.end()) {
@@ -219,27 +270,6 @@ class SegmentWriter {
     return w;
   }
 
-  void read_routing(nb::handle segment, Written& w) {
-    nb::object routed = attribute(segment, routed_experts_);
-    if (routed.is_none()) return;
-    w.routed = numbers(std::move(routed), "routed_experts", 3, {NPY_UINT8, NPY_UINT16});
-    nb::object before = attribute(segment, routed_before_);
-    if (before.is_none()) return;
-    w.before = numbers(std::move(before), "routed_before", 3, {NPY_UINT8, NPY_UINT16});
-    if (w.before.itemsize != w.routed.itemsize || w.before.shape[1] != w.routed.shape[1] ||
-        w.before.shape[2] != w.routed.shape[2])
-      raise("BadValue", "the routing of a segment and that before it differ in form");
-  }
-
-  std::uint64_t known_rows(nb::handle segment, std::uint64_t n) const {
-    const nb::object known = attribute(segment, n_routed_);
-    const Py_ssize_t rows = PyNumber_AsSsize_t(known.ptr(), nullptr);
-    if (rows == -1 && PyErr_Occurred()) nb::raise_python_error();
-    if (rows < 0 || static_cast<std::uint64_t>(rows) > n)
-      raise("BadValue", "n_routed of a segment is no count of its rows");
-    return static_cast<std::uint64_t>(rows);
-  }
-
   void keep(const FrameKey& key, Written& w, nb::handle made) {
     if (!PyTuple_Check(made.ptr()) || PyTuple_GET_SIZE(made.ptr()) != 6)
       raise("BadValue", "a frame is a tuple of six, or all bytes of the object");
@@ -252,7 +282,8 @@ class SegmentWriter {
     };
     auto frame = std::make_shared<Frame>();
     frame->text_class = nb::cast<std::size_t>(nb::handle(PyTuple_GET_ITEM(made.ptr(), 0)));
-    if (frame->text_class < w.text.size())
+    const std::uint64_t longest = key[1];  // text of a segment that will find this frame
+    if (frame->text_class < longest)
       raise("BadValue", "a segment and its frame do not fit together");
     frame->head = part(1);
     frame->before_rows = part(2);
@@ -268,12 +299,14 @@ class SegmentWriter {
   nb::object frame_of_;
   const std::size_t frames_max_;
   std::unordered_map<FrameKey, std::shared_ptr<const Frame>, FrameKeyHash> frames_;
-  std::array<PyObject*, kColumns> names_;
-  PyObject* const text_ = name_of("text");
-  PyObject* const routed_experts_ = name_of("routed_experts");
-  PyObject* const routed_before_ = name_of("routed_before");
-  PyObject* const n_routed_ = name_of("n_routed");
 };
+
+// Rows of routing that are known; None when the segment is not plain as it stands.
+nb::object known_rows(nb::handle segment) {
+  Plain plain;
+  if (!plain.read(segment)) return nb::none();
+  return nb::int_(plain.n_routed);
+}
 
 // Raises for the first session that is gone; those before it have the object then.
 nb::list attach_to_all(StoreCore& core, nb::handle sessions, nb::handle ref, nb::handle parent) {
@@ -307,6 +340,7 @@ void bind_segment_writer(nb::class_<StoreCore>& type, nb::module_& module) {
       .def("put", &SegmentWriter::put, arg("store"), arg("segment"), none("session"),
            none("timeout"), none("parent"))
       .def("bytes", &SegmentWriter::bytes, arg("segment"));
+  module.def("known_rows", &known_rows, arg("segment"));
   type.def("session_attach_to_all", &attach_to_all, arg("sessions"), arg("ref").none(),
            arg("parent").none());
 }

@@ -85,38 +85,6 @@ class DraftHandle:
     def seal(self) -> ObjectRef: ...
     def discard(self) -> None: ...
 
-class SegmentWriter:
-    """Writes segments of the trainer: frames of bytes, made once for all segments of one layout,
-    with a segment's own arrays between.
-
-    `frame_of`: a frame, or all bytes of the object; see `trainer.segment_codec`. At most
-    `frames_max` frames are kept. BadValue for what is no checked segment.
-    """
-
-    def __init__(
-        self, frame_of: Callable[[Any], tuple[Any, ...] | builtins.bytes], frames_max: int
-    ) -> None: ...
-    def append(
-        self,
-        store: StoreCore,
-        session: str,
-        segment: Any,
-        parent: int | None = None,
-        timeout: float | None = None,
-    ) -> int:
-        """Write it and attach it in one atomic step; -> its position in the session. Waits for
-        room as `put` of a store."""
-    def put(
-        self,
-        store: StoreCore,
-        segment: Any,
-        session: str | None = None,
-        timeout: float | None = None,
-        parent: int | None = None,
-    ) -> ObjectRef: ...
-    def bytes(self, segment: Any) -> builtins.bytes:
-        """The object, header and all, without an arena."""
-
 class StoreCore:
     """A handle on an arena; `shmstore.Store` derives from it."""
 
@@ -236,10 +204,47 @@ class StoreCore:
         raises for a path that cannot be read; see `trainer.trace`.
         """
 
+class SegmentWriter:
+    """Writes segments of the trainer: frames of bytes, made once for all segments of one layout,
+    with a segment's own arrays between.
+
+    `frame_of`: a frame, or all bytes of the object; see `trainer.segment_codec`. At most
+    `frames_max` frames are kept. BadValue for what is no checked segment.
+    """
+
+    def __init__(
+        self, frame_of: Callable[[Any], tuple[Any, ...] | builtins.bytes], frames_max: int
+    ) -> None: ...
+    def append(
+        self,
+        store: StoreCore,
+        session: str,
+        segment: Any,
+        parent: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Write it and attach it in one atomic step; -> its position in the session. Waits for
+        room as `put` of a store."""
+    def put(
+        self,
+        store: StoreCore,
+        segment: Any,
+        session: str | None = None,
+        timeout: float | None = None,
+        parent: int | None = None,
+    ) -> ObjectRef: ...
+    def bytes(self, segment: Any) -> builtins.bytes:
+        """The object, header and all, without an arena."""
+
 def arenas(directory: str, remove_debris: bool = False) -> list[ArenaFacts]: ...
 def unlink(name: str, directory: str) -> None: ...
 def copy_into(destination: Any, source: Any) -> None: ...
 def buffer_address(source: Any) -> int: ...
+def known_rows(segment: Any) -> int | None:
+    """Rows of routing that a segment of the trainer knows; None when its fields are not yet what
+    `trainer.segment` promises.
+    """
+
 def segment_places(whole: Any) -> tuple[int, ...] | None:
     """Where the parts of a segment of the trainer lie; None without a trailer; ArenaDamaged.
 

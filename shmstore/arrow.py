@@ -40,7 +40,8 @@ STREAM_HEADS = {
 }
 
 # Of streams that a trailer ends; see `_core.pyi`.
-segment_places, SegmentWriter = _core.segment_places, _core.SegmentWriter
+segment_places, known_rows = _core.segment_places, _core.known_rows
+SegmentWriter = _core.SegmentWriter
 
 
 def _pyarrow() -> ModuleType:

@@ -238,6 +238,17 @@ class SegmentWriter {
     return all;
   }
 
+  // `frame_of` may lead back to its writer: Python's collector is told, or both were left for ever.
+  static int traverse(PyObject* self, visitproc visit, void* arg) noexcept {
+    Py_VISIT(Py_TYPE(self));
+    if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<SegmentWriter>(self)->frame_of_.ptr());
+    return 0;
+  }
+  static int clear(PyObject* self) noexcept {
+    nb::inst_ptr<SegmentWriter>(self)->frame_of_ = nb::none();
+    return 0;
+  }
+
  private:
   static Draft written(const Target& target, const Written& prepared) {
     const ValueHeader header = prepared.header();
@@ -333,7 +344,10 @@ void bind_segment_writer(nb::class_<StoreCore>& type, nb::module_& module) {
   if (import_numpy() == nullptr) nb::raise_python_error();
   using nb::arg;
   const auto none = [](const char* name) { return arg(name) = nb::none(); };
-  nb::class_<SegmentWriter>(module, "SegmentWriter")
+  static PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&SegmentWriter::traverse)},
+                                {Py_tp_clear, reinterpret_cast<void*>(&SegmentWriter::clear)},
+                                {0, nullptr}};
+  nb::class_<SegmentWriter>(module, "SegmentWriter", nb::type_slots(slots))
       .def(nb::init<nb::object, std::size_t>(), arg("frame_of"), arg("frames_max"))
       .def("append", &SegmentWriter::append, arg("store"), arg("session").none(), arg("segment"),
            none("parent"), none("timeout"))

@@ -21,6 +21,7 @@ from trainer.engine.protocol import (
     Tokenizer,
 )
 from trainer.rollout import Message, Prompt
+from trainer.segment import narrowest_unsigned
 from trainer.trace import TraceStore
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class GroupContext:
     Their first segment is stored once, by the member that knows its routing first, and what they
     all say is encoded once. `lack_prompt`: the sessions that lack that segment and will get it;
     `fresh`: no member has a record of an earlier attempt. `opening`: all that a member says; None
-    when an environment has to run. `submits`: the engine, if it answers by a call.
+    when an environment has to run. `submits`: the engine, if it answers by a call. `routing_type`:
+    of its experts' numbers in a segment; None for one that does not route.
     """
 
     __slots__ = (
@@ -66,6 +68,7 @@ class GroupContext:
         "params",
         "prompt",
         "prompt_tokens",
+        "routing_type",
         "storing",
         "submits",
         "tokenizer",
@@ -89,7 +92,8 @@ class GroupContext:
     ) -> None:
         self.traces = traces
         self.engine = engine
-        self.info = engine.info
+        self.info = info = engine.info
+        self.routing_type = narrowest_unsigned(info.n_experts) if info.routes else None
         self.tokenizer = tokenizer
         self.params = params
         self.prompt = prompt

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from shmstore import BadValue, ObjectRef, SessionReleased, Store, StoreFull
 from shmstore.arrow import SegmentWriter, known_rows
 from shmstore.testing import temporary_store
+from tests.tree import ROOT
 from trainer import segment_codec
 from trainer.segment import Segment
 from trainer.testing import make_segment
@@ -162,3 +165,28 @@ def test_a_segment_that_is_put_apart_ends_with_its_reference(store: Store) -> No
 
     assert [ref.alive and ref.nbytes > 0 for ref in apart()] == [True]
     assert store.stats().objects == 0
+
+
+_WRITE = """
+from shmstore import _core
+from shmstore.testing import temporary_store
+from trainer.testing import make_segment
+from trainer.trace import TraceStore
+
+_core.set_leak_warnings(True)
+with temporary_store() as store:
+    traces = TraceStore(store)
+    traces.open("s", owner="o")
+    traces.insert("s", make_segment(3))
+    traces.export("s")
+    traces.release(["s"], owner="o")
+del store, traces
+"""
+
+
+def test_a_process_that_wrote_and_read_segments_leaves_nothing_of_the_core_behind() -> None:
+    """The writer leads to Python's functions, and those to the writer."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _WRITE], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

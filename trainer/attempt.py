@@ -1,15 +1,15 @@
 """One rollout of a group under way: its conversation, then its verdict.
 
 Owns the task in which user code runs for it, and its time limits. Every way in which that can go
-wrong ends in the status and `error_msg` of the rollout (lifecycle L13). Making one begins it, but
-for a `request` that its group gives to the engine and answers with `answer`; whenever `ended` is
-told, `advance`, until that returns the rollout. Belongs to the task of its group.
+wrong ends in the status and `error_msg` of the rollout (lifecycle L13). Made, then begun, perhaps
+much later; a `request` that it has then its group gives to the engine and answers with `answer`.
+Whenever `ended` is told, `advance`, until that returns the rollout. Belongs to the task of its
+group.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import logging
 import math
@@ -82,7 +82,7 @@ class Attempt:
         self._rollout = rollout
         self._ended = ended
         self._loop = asyncio.get_running_loop()
-        self._started = self._loop.time()
+        self._started = 0.0
         self._talked_s = 0.0
         self._expired = False
         self._timers: list[asyncio.TimerHandle] = []
@@ -95,14 +95,21 @@ class Attempt:
         #: What its group gives to the engine, as long as nobody has answered it.
         self.request: GenerateRequest | None = None
         self._answer: Generation | BaseException | None = None
-        if context.opening is not None:
+        if context.opening is not None and context.submits is not None:
             self._ask_once(context.opening)
-        else:
-            self._run(self._talk)
-        soft_s = config.rollout_timeout_s
+
+    def begin(self) -> None:
+        """From now on its time counts. Its user code runs, if it has any."""
+        self._started = self._loop.time()
+        if self._answer is not None:
+            self._ended(self)
+            return
+        if self.request is None:
+            self._run(self._talk if self._context.opening is None else self._ask_and_hear)
+        soft_s = self._config.rollout_timeout_s
         if soft_s is not None:
             self._call_later(soft_s, self._stop_softly)
-            self._call_later(soft_s + config.grace_s, self._expire)
+            self._call_later(soft_s + self._config.grace_s, self._expire)
 
     def advance(self) -> Rollout | None:
         """What it has come to; -> the rollout, or None while it goes on."""
@@ -127,18 +134,14 @@ class Attempt:
     def _ask_once(self, opening: Content) -> None:
         """A conversation of one turn: no user code runs in it, so it needs no task."""
         try:
-            request = self.conversation.ask(opening)
+            self.request = self.conversation.ask(opening)
         except (Exception, RolloutAborted, SystemExit) as error:
             self._answer = error
-            self._ended(self)
-            return
-        if self._context.submits is not None:
-            self.request = request
-        else:
-            self._run(functools.partial(self._hear, request))
 
-    async def _hear(self, request: GenerateRequest) -> None:
-        """Of an engine that has to be awaited."""
+    async def _ask_and_hear(self) -> None:
+        """The same of an engine that has to be awaited."""
+        assert self._context.opening is not None
+        request = self.conversation.ask(self._context.opening)
         self._answer = await self._parts.engine.generate(request)
 
     def answer(self, answer: Generation | BaseException) -> None:

@@ -57,6 +57,7 @@ class Dispatcher:
         self._deaths: Counter[str] = Counter()
         self._held: set[str] = set()
         self._resting = False
+        self._ahead: int | None = None  # the weights for which work is handed out in advance
         buffer.on_change(self._wake)
 
     # -- producers -------------------------------------------------------------------------------
@@ -100,12 +101,20 @@ class Dispatcher:
         """Give nobody work until `work`; -> whether nothing is in production, so that every
         producer is at rest already.
         """
-        self._resting = True
+        self._resting, self._ahead = True, None
         return not self._in_production
 
     def work(self) -> None:
         """The reverse of `rest`."""
-        self._resting = False
+        self._resting, self._ahead = False, None
+        self._wake()
+
+    def work_ahead(self, model_step: int) -> None:
+        """Until `rest` or `work`, hand out what is to be begun with the weights of `model_step`,
+        which the engines will have soon. Only new groups: where others wait to be gone on with,
+        these come first, and nothing is handed out yet.
+        """
+        self._resting, self._ahead = False, check_step(model_step)
         self._wake()
 
     async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status:
@@ -143,6 +152,16 @@ class Dispatcher:
         self.sampler.settle(group.uid)
         self.buffer.discard(group, owner=owner)
         return len(group.rollouts)
+
+    async def take_back(self, uids: Sequence[str], *, owner: str) -> None:
+        """Nothing of these groups, drawn in this order, was begun, and `owner` keeps no session of
+        them: they go out again as if they had never been drawn. Twice is no error.
+        """
+        for uid in reversed(uids):
+            if self._in_production.get(uid, (None, ""))[1] == owner:
+                self.sampler.undraw(uid)
+                self._leave_production(uid)
+        self._wake()
 
     async def give_back(self, owner: str) -> int:
         """Everything that `owner` still has will be handed out again, as after its death; ->
@@ -326,7 +345,8 @@ class Dispatcher:
 
     def _draw_now(self, owner: str, n: int) -> list[Work]:
         self._shares.notice_ends_of_data()
-        targets = self._shares.targets(self.model_step, self.train_step)
+        model_step = self.model_step if self._ahead is None else self._ahead
+        targets = self._shares.targets(model_step, self.train_step)
         works: list[Work] = []
         while len(works) < n:
             try:
@@ -352,6 +372,8 @@ class Dispatcher:
 
     def _draw_of(self, task: str, owner: str) -> Work | None:
         only_tail = self._shares.only_tail(task)
+        if self._ahead is not None and self._some_to_go_on_with(task):
+            return None
         group = self._lend(task, owner, only_tail)
         if group is not None:
             assert group.prompt is not None, group.uid
@@ -360,7 +382,11 @@ class Dispatcher:
         drawn = None if only_tail else self.sampler.draw(task, owner)
         if drawn is None:
             return None
-        return Work(drawn.ticket, task, drawn.prompt, drawn.attempt)
+        return Work(drawn.ticket, task, drawn.prompt, drawn.attempt, model_step=self._ahead)
+
+    def _some_to_go_on_with(self, task: str) -> bool:
+        waiting = (Status.ABORTED, Status.EXPIRED)
+        return any(self.buffer.count(task, status) for status in waiting)
 
     def _lend(self, task: str, owner: str, only_tail: bool) -> Group | None:
         if self.buffer.expiry.tail.may_retry(only_tail):

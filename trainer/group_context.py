@@ -37,12 +37,23 @@ Tokens = NDArray[np.int32]
 
 @dataclass(slots=True)
 class Gate:
-    """Shared by the conversations of one producer: whether new requests may start, and which
-    run.
+    """Shared by the conversations of one producer: whether new requests may start, which run, and
+    word of new weights.
     """
 
     stopping: bool = False
     running: dict[str, Conversation] = field(default_factory=dict)
+    _newer: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def weights_taken(self) -> None:
+        """The engine runs new weights."""
+        self._newer.set()
+        self._newer.clear()
+
+    async def weights(self, engine: Engine, model_step: int) -> None:
+        """Returns when the engine runs these weights or newer ones."""
+        while engine.model_step < model_step:
+            await self._newer.wait()
 
 
 class GroupContext:

@@ -101,6 +101,7 @@ class PendingGroup:
         self._owner = owner
         self._run_name = run_name
         self._gate = gate
+        self._begun = False
         #: Latest known members; complete enough at any time to give the group up.
         self.rollouts: tuple[Rollout, ...] = work.group.rollouts if work.group else ()
 
@@ -109,6 +110,11 @@ class PendingGroup:
         """The group as far as it is known."""
         work = self.work
         return Group(uid=work.uid, task=work.task, prompt=work.prompt, rollouts=self.rollouts)
+
+    @property
+    def is_prepared(self) -> bool:
+        """A new group that waits for weights: neither an engine nor user code was asked for it."""
+        return not self._begun and self.work.group is None
 
     def open(self) -> None:
         """Open the sessions of a fresh group, owned by the producer."""
@@ -191,6 +197,11 @@ class PendingGroup:
                 if not context.fresh:  # a fresh one has its attempt already
                     rollout = rollout.evolve(attempt=rollout.attempt + 1, error_msg=None)
                 attempts.append(Attempt(self._parts, self._config, context, rollout, note))
+            if self.work.model_step is not None:
+                await self._gate.weights(self._parts.engine, self.work.model_step)
+            self._begun = True
+            for attempt in attempts:
+                attempt.begin()
             _submit(attempts, context)
             while len(done) < len(attempts):
                 await some_ended

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from trainer.group_context import Gate
 from trainer.pending import PendingGroup, ProducerConfig, ProducerParts
@@ -21,6 +21,7 @@ from trainer.work import HandedIn, Work
 
 __all__ = ["Desk", "PauseReport", "Producer", "ProducerReport"]
 
+T = TypeVar("T")
 _log = logging.getLogger("trainer")
 
 
@@ -36,6 +37,8 @@ class Desk(Protocol):
     async def put_all(self, groups: Sequence[Group], *, owner: str) -> Sequence[HandedIn]: ...
 
     async def cancel(self, group: Group, *, owner: str) -> int: ...
+
+    async def take_back(self, uids: Sequence[str], *, owner: str) -> None: ...
 
     async def give_back(self, owner: str) -> int: ...
 
@@ -66,7 +69,7 @@ class ProducerReport:
     response_tokens: int = 0
     cancelled_rollouts: int = 0
     in_production: int = 0
-    #: Asked of the engine and not answered yet.
+    #: Asked of the engine, or ready to be, and not answered yet.
     requests_running: int = 0
     errors: dict[str, int] = field(default_factory=dict)
 
@@ -103,7 +106,7 @@ class Producer:
         self._failure: BaseException | None = None
         self._stopped = False
         self._drawing: asyncio.Task[Sequence[Work]] | None = None
-        self._ending: asyncio.Task[_GivenUp] | None = None  # of groups that are given up
+        self._ending: asyncio.Task[Any] | None = None  # of groups that are given up or back
 
     async def run(self) -> None:
         """Produce until `stop`, or until cancelled: then what is under way is cancelled and booked,
@@ -130,18 +133,19 @@ class Producer:
         """Stop new work and end what is pending; never loses a rollout, never hangs (L21).
 
         Pending requests are aborted, keeping their tokens (`drain`: left to finish); what is not
-        handed in after `timeout_s` is cancelled, its sessions released, and counted. Until `resume`
-        nothing new starts.
+        handed in after `timeout_s` is cancelled, its sessions released, and counted. What was not
+        begun, because it waits for weights, goes out again. Until `resume` nothing new starts.
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
         self._resumed.clear()
         self._gate.stopping = not drain
-        pending = set(self._groups)
-        n_pending = len(pending)
+        pending: set[asyncio.Task[None]] = set()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._dispatcher.hold(self.owner)
+                await self._take_back_prepared()
+                pending = set(self._groups)
                 if not drain:
                     await self._abort_running()
                 if pending:
@@ -149,7 +153,7 @@ class Producer:
         except TimeoutError:
             pass  # what is left is cancelled below, and counted
         given_up = await self._cancel_groups()
-        return PauseReport(n_pending - given_up.groups, given_up.rollouts, loop.time() - started)
+        return PauseReport(len(pending) - given_up.groups, given_up.rollouts, loop.time() - started)
 
     async def _give_back(self) -> None:
         """What was drawn and not begun goes out again, unless the run has ended with its desk."""
@@ -173,6 +177,10 @@ class Producer:
         self._resumed.set()
         self._changed.set()
         await self._dispatcher.let_go(self.owner)
+
+    def weights_taken(self) -> None:
+        """The engine runs new weights: what was drawn ahead, for them, is begun."""
+        self._gate.weights_taken()
 
     async def stop(self, timeout_s: float) -> PauseReport:
         """Pause for good and give everything back; `run` returns."""
@@ -221,7 +229,19 @@ class Producer:
         # Drawn just before a pause: kept until it is over, and until no other has begun since.
         while not self._resumed.is_set():
             await self._resumed.wait()
+            works = () if self._stopped else await self._without_ahead(works)
         return () if self._stopped else works
+
+    async def _without_ahead(self, works: Sequence[Work]) -> Sequence[Work]:
+        """What was drawn ahead of weights before a pause goes out again: behind it another batch
+        may want it, with the weights there are.
+        """
+        now = self._parts.engine.model_step
+        ahead = [w.uid for w in works if w.model_step is not None and w.model_step > now]
+        if not ahead:
+            return works
+        await self._dispatcher.take_back(ahead, owner=self.owner)
+        return [work for work in works if work.uid not in ahead]
 
     async def _ask_for_work(self, n: int) -> Sequence[Work]:
         return await self._dispatcher.draw(self.owner, n)
@@ -289,15 +309,38 @@ class Producer:
         self._changed.set()
 
     async def _cancel_groups(self) -> _GivenUp:
-        """Cancel all group tasks and give their groups up. Once begun it comes to its end, also
-        when its caller is cancelled: nobody else would give them up.
+        """Cancel all group tasks and give their groups up."""
+        return await self._to_its_end(self._give_up)
+
+    async def _take_back_prepared(self) -> None:
+        """Of groups that wait for weights nothing was asked: they are not counted, and go out again
+        as they were.
+        """
+        if any(group.is_prepared for group in self._groups.values()):
+            await self._to_its_end(self._take_back)
+
+    async def _to_its_end(self, ending: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """One after the other, and also when its caller is cancelled: nobody else would give the
+        groups up.
         """
         while self._ending is not None and not self._ending.done():
             await asyncio.wait([self._ending])
-        self._ending = asyncio.get_running_loop().create_task(self._give_up(dict(self._groups)))
-        return await asyncio.shield(self._ending)
+        task = self._ending = asyncio.get_running_loop().create_task(ending())
+        return await asyncio.shield(task)
 
-    async def _give_up(self, groups: Mapping[asyncio.Task[None], PendingGroup]) -> _GivenUp:
+    async def _take_back(self) -> None:
+        groups = {task: group for task, group in self._groups.items() if group.is_prepared}
+        for task in groups:
+            task.cancel()
+        if groups:
+            await asyncio.wait(groups)
+        sessions = [r.session_id for group in groups.values() for r in group.rollouts]
+        self._parts.traces.release(sessions, self.owner)
+        uids = [group.work.uid for group in groups.values()]
+        await self._dispatcher.take_back(uids, owner=self.owner)
+
+    async def _give_up(self) -> _GivenUp:
+        groups = dict(self._groups)
         ending = {*groups, *self._senders}
         for task in ending:
             task.cancel()

@@ -224,6 +224,17 @@ class PromptSampler:
         self._return(state, ordinal, out.attempt + 1)
         return True
 
+    def undraw(self, ticket: str) -> None:
+        """As if the prompt of `ticket` had not been drawn: it is the next, in the same attempt.
+        Of several, the last drawn first.
+        """
+        task, ordinal = self._parse(ticket)
+        state = self._tasks[task]
+        out = state.out.pop(ordinal, None)
+        if out is not None:
+            state.returned.appendleft(ordinal)
+            state.attempts[ordinal] = out.attempt
+
     def redraw(self, ticket: str, attempt: int) -> None:
         """Hand out again a prompt that was settled, because what the buffer kept of it was lost
         (L12).

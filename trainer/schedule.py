@@ -2,7 +2,9 @@
 L20, L23, L30).
 
 `async`      the producer goes on while the learner trains; weights every `sync_interval` steps
-`sync`       produce a batch, pause, train, sync; nothing is stale
+`sync`       produce a batch, pause, train, sync; nothing is stale. While one is trained the next
+             is prepared: drawn, its sessions opened, its requests made; it is begun with the
+             weights
 `colocated`  as `sync`, and learner and engine take turns on the same devices
 
 What need not be waited for is not: a step is booked, and in flight the engines take its weights,
@@ -18,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -72,7 +74,8 @@ class Devices(Protocol):
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """One finished train step: its batch, and what the learner said of it. Seconds: waiting for
-    the batch, training, and from the end of that until the engines had the new weights.
+    the batch, training, and from the end of that until the engines had the new weights. `failed`:
+    what went wrong after the training; then it is the last one, and nothing more is due.
     """
 
     train_step: int
@@ -82,6 +85,7 @@ class StepReport:
     train_s: float
     sync_s: float
     pause: PauseReport | None = None
+    failed: Exception | None = None
 
 
 async def _nothing(_: int) -> None:
@@ -94,8 +98,10 @@ class ScheduleParts:
 
     `sync_weights(model_step, mode)`: the engines run the learner's weights when it returns.
     `evaluate(train_step)`, `checkpoint(train_step)`: called when due. `on_step(report)`: after each
-    step, in their order, when its weights are out; perhaps while the next one is trained. `stop`:
-    once it is set the step under way is the last; waiting for a batch then ends.
+    step, in their order, when its weights are out, or cannot be; perhaps while the next one is
+    trained. `stop`: once it is set the step under way is the last; waiting for a batch then ends.
+    `prepares`: the producers hear of weights that the engines have taken
+    (`Producer.weights_taken`), so that they can be given work for weights that are still to come.
     """
 
     dispatcher: Dispatcher
@@ -107,6 +113,7 @@ class ScheduleParts:
     on_step: Callable[[StepReport], Awaitable[None]] | None = None
     devices: Devices | None = None
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    prepares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +180,7 @@ class _Run:
         self.dispatcher = parts.dispatcher
         self._loop = asyncio.get_running_loop()
         self._resumed_at = self._paused_at = self._loop.time()
-        self._paused = self._told = False
+        self._paused = self._told = self._ahead = False
         self._trained = config.first_step - 1
         self._beside: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[Any] | None = None
@@ -278,6 +285,7 @@ class _Run:
         """A batch for a learner's successor; producers at rest work on if a new one is needed."""
         if not self._paused or self.dispatcher.ready(step):
             return (await self.take(step))[0]
+        await self.rest_again()
         devices = self.parts.devices
         if devices is not None:
             await devices.to_engine()
@@ -296,6 +304,26 @@ class _Run:
         self._note_pause()
         return PauseReport(0, 0, 0.0)
 
+    def work_ahead(self, step: int) -> None:
+        """While `step` is trained, let the producers at rest prepare what they begin with its
+        weights.
+
+        Not where an evaluation or a checkpoint comes in between, which finds nothing drawn; and not
+        where they have groups of the last batch to go on with.
+        """
+        last = step == self.config.steps or self.stopping
+        if self.parts.prepares and not (self._told or last or self.due(step)):
+            self._ahead = True
+            self.dispatcher.work_ahead(step)
+
+    async def rest_again(self) -> None:
+        """What was prepared is given back: the weights are not for it."""
+        if self._ahead:
+            self._ahead = False
+            if not self.dispatcher.rest():
+                self._told = True
+                await self.parts.producer.pause(self.config.pause_timeout_s)
+
     async def pause(self) -> PauseReport:
         """Stop the producers, and book how long they had worked. One that is started meanwhile, in
         the place of a dead one, gets no work either.
@@ -313,7 +341,7 @@ class _Run:
 
     async def resume(self) -> None:
         """Let the producers go on, and book how long they had stood still."""
-        self._paused = False
+        self._paused = self._ahead = False
         self.dispatcher.work()
         if self._told:
             await self.parts.producer.resume()
@@ -364,6 +392,20 @@ class _Run:
         self._loop.call_soon(turn.set_result, None)
         await turn
 
+    @contextlib.asynccontextmanager
+    async def told_anyway(self, report: StepReport) -> AsyncIterator[None]:
+        """What fails behind the training of a step ends the run, but the step is told."""
+        try:
+            yield
+        except Exception as error:
+            if self.parts.on_step is not None:
+                try:
+                    async with asyncio.timeout(self.config.pause_timeout_s):
+                        await self.parts.on_step(dataclasses.replace(report, failed=error))
+                except Exception as other:  # the first one is the cause
+                    error.add_note(f"and step {report.train_step} was not told: {other!r}")
+            raise
+
     async def finish_step(self, report: StepReport) -> None:
         """Check the books, tell, and then the checkpoint when due: a run that dies right after it
         resumes behind a step that was told. The prompts of a later step are made here, too.
@@ -398,7 +440,8 @@ async def _run_async(run: _Run) -> None:
 async def _after_async(run: _Run, report: StepReport) -> None:
     """New weights into the engines when it is time, what is due with them, and the books."""
     if report.train_step % run.config.sync_interval == 0:
-        pause, sync_s = await run.sync(report.train_step)
+        async with run.told_anyway(report):
+            pause, sync_s = await run.sync(report.train_step)
         report = dataclasses.replace(report, sync_s=sync_s, pause=pause)
     await run.finish_step(report)
 
@@ -414,14 +457,18 @@ async def _run_sync(run: _Run) -> None:
         pause = await run.rest()
         if devices is not None:
             await devices.to_learner()
+        run.work_ahead(step)
         metrics, train_s, batch = await run.train(step, batch)
+        if run.stopping:
+            await run.rest_again()
+        report = StepReport(step, metrics, batch, wait_s, train_s, 0.0, pause)
         started = loop.time()
-        if devices is not None:
-            await devices.to_engine()
-        await run.parts.sync_weights(step, "pause")
-        sync_s = loop.time() - started
-        await run.evaluate_due(step)
-        report = StepReport(step, metrics, batch, wait_s, train_s, sync_s, pause)
+        async with run.told_anyway(report):
+            if devices is not None:
+                await devices.to_engine()
+            await run.parts.sync_weights(step, "pause")
+            report = dataclasses.replace(report, sync_s=loop.time() - started)
+            await run.evaluate_due(step)
         # The checkpoint comes before anything may be drawn for the next step: what a resumed run
         # draws is then exactly what this one does. Without one, production need not wait.
         early = run.due(step)

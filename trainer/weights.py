@@ -96,6 +96,10 @@ class _Parameters:
                 self.at.update(_side_by_side(named))
             else:
                 self.at.update((name, (_alone(value), 0)) for name, value in named.items())
+        # Live views of the tables in which each module keeps its modules and its parameters.
+        tables = [t for m in model.modules() for t in (m._modules, m._parameters)]
+        self._parts_now = [table.values() for table in tables]
+        self._parts = list(itertools.chain.from_iterable(self._parts_now))
         self._live = list(self.named.values())
         self._addresses = [value.data_ptr() for value in self._live]
 
@@ -111,10 +115,13 @@ class _Parameters:
         return runs
 
     def check(self) -> None:
-        """They must be where they were when they became rows."""
+        """They must be the model's own, and where they were when they became rows."""
         now = [value.data_ptr() for value in self._live]
         moved = sum(map(operator.ne, now, self._addresses))
         assert not moved, f"{moved} parameters are not where they were"
+        parts = list(itertools.chain.from_iterable(self._parts_now))
+        same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+        assert same, "modules or parameters of the model were replaced, added or removed since"
 
 
 def _follows(run: _Run, last: _Run) -> bool:

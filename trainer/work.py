@@ -24,7 +24,7 @@ HandedIn = Status | TrainerError | StoreError | None
 @dataclass(frozen=True, slots=True)
 class Work:
     """One group to produce. `group` is set when members of an earlier attempt are kept (L11,
-    L16).
+    L16). `model_step`: nothing of it is asked of the engines before they run these weights.
     """
 
     uid: str
@@ -32,10 +32,18 @@ class Work:
     prompt: Prompt
     attempt: int = 0
     group: Group | None = None
+    model_step: int | None = None
 
     def __reduce__(self) -> tuple[type[Work], tuple[Any, ...]]:
         """As `Prompt.__reduce__`."""
-        return Work, (self.uid, self.task, self.prompt, self.attempt, self.group)
+        return Work, (
+            self.uid,
+            self.task,
+            self.prompt,
+            self.attempt,
+            self.group,
+            self.model_step,
+        )
 
 
 @dataclass(frozen=True, slots=True)

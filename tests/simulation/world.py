@@ -146,6 +146,9 @@ class _Wire:
     async def cancel(self, group: Group, *, owner: str) -> int:
         return await self._call("cancel", group, owner=owner)  # type: ignore[no-any-return]
 
+    async def take_back(self, uids: Sequence[str], *, owner: str) -> None:
+        await self._call("take_back", uids, owner=owner)
+
     async def give_back(self, owner: str) -> int:
         return await self._call("give_back", owner)  # type: ignore[no-any-return]
 
@@ -322,6 +325,8 @@ class _World:
     async def sync_weights(self, model_step: int, mode: SyncMode) -> None:
         await asyncio.sleep(self.rng.uniform(0, 0.5))
         await self.engine.load_weights(WeightsVersion(b"", model_step), mode)
+        for producer, _, _ in self.producers.values():
+            producer.weights_taken()
 
     async def evaluate(self, train_step: int) -> None:
         before = self.store.sessions.list("replay")
@@ -363,6 +368,7 @@ class _World:
             checkpoint=self.checkpoint,
             on_step=self.on_step,
             devices=self if plan.schedule == "colocated" else None,
+            prepares=plan.schedule == "sync" and plan.seed % 3 > 0,
         )
         config = ScheduleConfig(
             steps=plan.steps,

@@ -30,6 +30,7 @@ def check(config: Config, source: Source) -> None:
     rules = (
         _names,
         _batches,
+        _waiting,
         _intervals,
         _replay,
         check_model,
@@ -99,6 +100,30 @@ def _batches(config: Config) -> _Found:
             f"is {config.learner.minibatches}, but a batch has only {groups * members} rollouts",
             "rollout.prompts_per_step",
             "rollout.rollouts_per_prompt",
+        )
+
+
+def _waiting(config: Config) -> _Found:
+    """A group goes to one engine as a whole, which fails what it cannot let wait."""
+    engine = config.engine
+    sizes = {"rollout.rollouts_per_prompt": config.rollout.rollouts_per_prompt}
+    shared = ""
+    accepted = engine.max_batch + engine.waiting_max
+    if config.eval.prompts:
+        sizes["eval.rollouts_per_prompt"] = config.eval.rollouts_per_prompt
+        if config.schedule.name == "async":  # both at once
+            accepted //= 2
+            shared = ", half of them of an evaluation"
+    largest = max(sizes, key=lambda path: sizes[path])
+    if sizes[largest] > accepted:
+        need = (2 if shared else 1) * sizes[largest] - engine.max_batch
+        yield (
+            "engine.waiting_max",
+            f"is {engine.waiting_max}, and engine.max_batch is {engine.max_batch}: an engine takes "
+            f"{engine.max_batch + engine.waiting_max} requests at once{shared}, but a group has "
+            f"{sizes[largest]} ({largest}), and the rest of them would fail: use at least {need}",
+            "engine.max_batch",
+            *sizes,
         )
 
 

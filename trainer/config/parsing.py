@@ -127,19 +127,27 @@ def parse_yaml(text: str, origin: str) -> Source:
     yaml = _yaml()
     source = Source(origin, {})
     try:
-        loader = _loader_class(yaml)(text)
-        node = loader.get_single_node()
-        if node is None:
-            return source
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigMistakes(origin, [Mistake("(file)", "must be a mapping of sections", 1)])
-        _note_lines(node, "", source, yaml, {})
-        source.values = loader.construct_document(node)
-        return source
+        values = _construct(text, "", source, yaml)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark is not None else None
         raise ConfigMistakes(origin, [Mistake("(file)", f"is not YAML: {error}", line)]) from error
+    if not isinstance(values, dict | None):
+        raise ConfigMistakes(origin, [Mistake("(file)", "must be a mapping of sections", 1)])
+    source.values = values or {}
+    return source
+
+
+def _construct(text: str, path: str, source: Source, yaml: Any) -> Any:
+    """The value of `text`, which stands at `path`; `source` gets the lines, and what is wrong with
+    its keys. Raises YAMLError and RecursionError.
+    """
+    loader = _loader_class(yaml)(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    _note_lines(node, path, source, yaml, {})
+    return loader.construct_document(node)
 
 
 def _yaml() -> Any:
@@ -212,11 +220,14 @@ def parse_override(source: Source, text: str) -> None:
         source.mistake(f"--set {text}", "must look like section.field=value")
         return
     yaml = _yaml()
+    there = Source("--set", {})  # its lines are not those of the file
     try:
-        parsed = yaml.load(value, Loader=_loader_class(yaml))
+        parsed = _construct(value, path, there, yaml)
     except (yaml.YAMLError, RecursionError) as error:
         source.mistake(path, f"--set value {_show(value)} is not YAML: {error}")
         return
+    for wrong in there.mistakes:
+        source.mistake(wrong.path, f"--set: {wrong.message}")
     keys = re.findall(r"[^.\[\]]+|\[\d+\]", path)
     at: Any = source.values
     for depth, key in enumerate(keys):

@@ -86,6 +86,10 @@ class RemoteDesk:
         """See `Dispatcher.cancel`."""
         return await self._dispatcher.cancel(group, owner=owner)
 
+    async def take_back(self, uids: Sequence[str], *, owner: str) -> None:
+        """See `Dispatcher.take_back`."""
+        await self._dispatcher.take_back(uids, owner=owner)
+
     async def give_back(self, owner: str) -> int:
         """See `Dispatcher.give_back`."""
         return await self._dispatcher.give_back(owner)

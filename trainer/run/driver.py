@@ -116,6 +116,7 @@ class Driver:
             self._summary.warnings += [p for p in problems if p not in self._summary.warnings]
 
     def _schedule_parts(self, stop: asyncio.Event) -> ScheduleParts:
+        colocated = self._config.schedule.name == "colocated"
         return ScheduleParts(
             dispatcher=self._dispatcher,
             learner=self,
@@ -124,7 +125,8 @@ class Driver:
             evaluate=self._evaluate_first_or_due,
             checkpoint=self._checkpoint_due,
             on_step=self._step_ended,
-            devices=self._parts if self._config.schedule.name == "colocated" else None,
+            devices=self._parts if colocated else None,
+            prepares=not colocated,
             stop=stop,
         )
 
@@ -173,7 +175,8 @@ class Driver:
         """Books and tells the step; the next one may be under way."""
         step = report.train_step
         numbers = await self._numbers(report)
-        if step == self._config.schedule.steps and not self._evaluated:
+        last = step == self._config.schedule.steps
+        if last and not self._evaluated and report.failed is None:
             await self._evaluate()
         numbers |= self._evaluated
         self._evaluated = {}

@@ -10,7 +10,7 @@ import errno
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shmstore import StoreFull, TableFull
+from shmstore import OutOfMemory, StoreFull, TableFull
 from trainer.ledger import ENDS
 from trainer.run.folder import BadRunFolder, RunFolder
 from trainer.run.plot import plot_rewards
@@ -39,6 +39,8 @@ def failed(folder: RunFolder, error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += f"\n  what to do: make room there; {_going_on(folder)}"
+    if isinstance(error, OutOfMemory):
+        text += f"\n  what to do: enlarge it, or lower store.capacity (--set); {_going_on(folder)}"
     if isinstance(error, StoreFull) and not isinstance(error, TableFull):
         text += (
             "\n  what to do: raise store.capacity, or lower replay.max_bytes, "

@@ -199,6 +199,8 @@ class ProducerActor:
         `to_bytes` writes them.
         """
         await self._ready.engine.load_weights(weights_of(weights), mode)
+        if self._producer is not None:
+            self._producer.weights_taken()
         return to_bytes(await self.use())
 
     async def engine_up(self, name: str, weights: WeightsVersion) -> None:

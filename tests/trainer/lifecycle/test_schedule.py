@@ -12,97 +12,26 @@ import pytest
 
 from bench.idle import count_idle_wakes
 from shmstore import Store
-from tests.trainer.lifecycle.kit import SLOW, Desk, Questions, desk
-from trainer.engine.protocol import SyncMode, WeightsVersion
+from tests.trainer.lifecycle.kit import SLOW, Questions, desk
+from tests.trainer.lifecycle.scheduled import Parts, run_parts
+from trainer.engine.protocol import SyncMode
 from trainer.engine.scripted import Script
-from trainer.errors import ConfigError, EndOfData, EngineError, LearnerLost, LedgerError
-from trainer.producer import PauseReport, Producer
+from trainer.errors import ConfigError, EndOfData, EngineError, LedgerError
+from trainer.producer import Producer
 from trainer.rollout import Batch, Prompt
-from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_schedule
+from trainer.schedule import StepReport
 from trainer.staleness import StalenessBudget
 from trainer.testing import run_virtual
-
-
-class _Parts:
-    """A learner that takes 3 s a step, devices that note who has them, and what happened when."""
-
-    def __init__(self, made: Desk, dies_at: int | None = None, forgets: bool = False) -> None:
-        self.made = made
-        self.log: list[str] = []
-        self.reports: list[StepReport] = []
-        self.dies_at = dies_at
-        self.forgets = forgets
-
-    async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
-        self.log.append(f"train {train_step}")
-        before = self.made.producer.report().response_tokens
-        await asyncio.sleep(3)
-        if train_step == self.dies_at:
-            self.dies_at = None
-            self.log.append("death")
-            raise LearnerLost("killed by signal 9")
-        if not self.forgets:
-            self.made.traces.release(batch.session_ids, owner="learner")
-        return {"overlap": float(self.made.producer.report().response_tokens - before)}
-
-    async def pause(self, timeout_s: float) -> PauseReport:
-        self.log.append("pause")
-        return await self.made.producer.pause(timeout_s)
-
-    async def resume(self) -> None:
-        self.log.append("resume")
-        await self.made.producer.resume()
-
-    async def sync(self, model_step: int, mode: SyncMode) -> None:
-        self.log.append(f"sync {model_step} {mode}")
-        await self.made.engine.load_weights(WeightsVersion(b"", model_step), mode)
-
-    async def evaluate(self, train_step: int) -> None:
-        self.log.append(f"evaluate {train_step}")
-
-    async def checkpoint(self, train_step: int) -> None:
-        self.log.append(f"checkpoint {train_step}")
-
-    async def on_step(self, report: StepReport) -> None:
-        self.reports.append(report)
-        self.log.append(f"told {report.train_step}")
-
-    async def to_engine(self) -> None:
-        self.log.append("engine has the devices")
-
-    async def to_learner(self) -> None:
-        assert self.made.producer.report().in_production == 0
-        self.log.append("learner has the devices")
-
-
-async def _run(
-    made: Desk, name: str, parts: _Parts, *, stop: asyncio.Event | None = None, **config: Any
-) -> None:
-    await run_schedule(
-        name,
-        ScheduleParts(
-            made.dispatcher,
-            parts,
-            parts,
-            parts.sync,
-            parts.evaluate,
-            parts.checkpoint,
-            parts.on_step,
-            parts if name == "colocated" else None,
-            stop or asyncio.Event(),
-        ),
-        ScheduleConfig(**{"steps": 4, "take_timeout_s": 1e4, **config}),
-    )
 
 
 @pytest.mark.parametrize("name", ["async", "sync", "colocated"])
 def test_L30_the_three_schedules_train_the_same_number_of_groups_and_end_empty(
     store: Store, name: str
 ) -> None:
-    async def main() -> _Parts:
+    async def main() -> Parts:
         async with desk(store, dispatch={"over_sampling": 0.5}) as made:
-            parts = _Parts(made)
-            await _run(made, name, parts)
+            parts = Parts(made)
+            await run_parts(made, name, parts)
             assert made.dispatcher.report()["trained"] == 4 * 2 * 2
             assert store.sessions.list("learner") == []
         return parts
@@ -120,8 +49,8 @@ def test_L30_the_three_schedules_train_the_same_number_of_groups_and_end_empty(
 def test_L30_producers_that_have_nothing_in_production_are_not_told_to_rest(store: Store) -> None:
     async def main() -> None:
         async with desk(store, budget=StalenessBudget(0)) as made:  # only its batch is drawn
-            parts = _Parts(made)
-            await _run(made, "sync", parts)
+            parts = Parts(made)
+            await run_parts(made, "sync", parts)
             assert "pause" not in parts.log
             assert "resume" not in parts.log
             assert len(parts.reports) == 4
@@ -136,7 +65,7 @@ def test_L25_prompts_are_made_ahead_for_steps_that_come_and_not_behind_the_last(
 
     async def main() -> None:
         async with desk(store, budget=StalenessBudget(0)) as made:
-            parts = _Parts(made)
+            parts = Parts(made)
 
             class Counted(Questions):
                 def prompt(self, index: int) -> Prompt:
@@ -144,7 +73,7 @@ def test_L25_prompts_are_made_ahead_for_steps_that_come_and_not_behind_the_last(
                     return super().prompt(index)
 
             made.dispatcher.sampler._sources["math"] = Counted()
-            await _run(made, "sync", parts)
+            await run_parts(made, "sync", parts)
 
     run_virtual(main())
     assert [index for index, _ in made_after] == list(range(8)), "each once, none for a fifth step"
@@ -154,14 +83,14 @@ def test_L25_prompts_are_made_ahead_for_steps_that_come_and_not_behind_the_last(
 def test_L30_the_producers_have_their_work_before_the_step_before_is_booked(store: Store) -> None:
     at_work: list[bool] = []
 
-    class Parts(_Parts):
+    class Noting(Parts):
         async def on_step(self, report: StepReport) -> None:
             lines = self.made.dispatcher.describe()
             at_work.append(any("is producing 2 groups" in line for line in lines))
 
     async def main() -> None:
         async with desk(store, budget=StalenessBudget(0)) as made:
-            await _run(made, "sync", Parts(made))
+            await run_parts(made, "sync", Noting(made))
 
     run_virtual(main())
     assert at_work == [True, True, True, False]  # nothing is drawn after the last step
@@ -178,7 +107,7 @@ def test_L20_a_producer_that_is_started_in_a_pause_gets_no_work_before_its_end(
             successor = Producer(first._dispatcher, first._parts, first._config, owner="producer-1")
             tasks: list[asyncio.Task[None]] = []
 
-            class Parts(_Parts):
+            class Noting(Parts):
                 async def sync(self, model_step: int, mode: SyncMode) -> None:
                     if not tasks:
                         tasks.append(asyncio.create_task(successor.run()))
@@ -186,7 +115,7 @@ def test_L20_a_producer_that_is_started_in_a_pause_gets_no_work_before_its_end(
                     assert successor.report().in_production == 0
                     await super().sync(model_step, mode)  # an engine at work would refuse
 
-            await _run(made, "async", Parts(made), sync_mode="pause")
+            await run_parts(made, "async", Noting(made), sync_mode="pause")
             assert successor.report().rollouts > 0
             await successor.stop(30)
             await tasks[0]
@@ -200,7 +129,7 @@ def test_L30_a_session_that_outlives_its_batch_is_an_error_when_they_take_turns(
     async def main() -> None:
         async with desk(store) as made:
             with pytest.raises(LedgerError, match="still holds 4 sessions after its step"):
-                await _run(made, "sync", _Parts(made, forgets=True))
+                await run_parts(made, "sync", Parts(made, forgets=True))
             store.sessions.release_owned("learner")
             await made.producer.resume()
 
@@ -214,8 +143,8 @@ def test_L20_weights_are_taken_every_interval_in_the_configured_way(
     async def main() -> list[str]:
         budget = StalenessBudget(max_staleness=1, sync_interval=2)
         async with desk(store, dispatch={"budget": budget}) as made:
-            parts = _Parts(made)
-            await _run(
+            parts = Parts(made)
+            await run_parts(
                 made,
                 "async",
                 parts,
@@ -241,8 +170,8 @@ def test_L20_weights_are_taken_every_interval_in_the_configured_way(
 def test_L07_a_learner_lost_in_a_step_gets_its_batch_again(store: Store, name: str) -> None:
     async def main() -> None:
         async with desk(store) as made:
-            parts = _Parts(made, dies_at=2)
-            await _run(made, name, parts)
+            parts = Parts(made, dies_at=2)
+            await run_parts(made, name, parts)
             trains = [entry for entry in parts.log if entry.startswith(("train", "death"))]
             assert trains == ["train 1", "train 2", "death", "train 2", "train 3", "train 4"]
             assert made.dispatcher.report()["trained"] == 16
@@ -250,7 +179,7 @@ def test_L07_a_learner_lost_in_a_step_gets_its_batch_again(store: Store, name: s
     run_virtual(main())
 
 
-def _slow(parts: _Parts, seconds: float, broken_at: int | None = None) -> None:
+def _slow(parts: Parts, seconds: float, broken_at: int | None = None) -> None:
     """Engines that take `seconds` until they have new weights, or refuse those of one step."""
     sync = parts.sync
 
@@ -268,9 +197,9 @@ def test_L20_the_learner_does_not_wait_for_engines_that_take_weights_in_flight(
 ) -> None:
     async def main() -> tuple[list[str], list[float]]:
         async with desk(store, budget=StalenessBudget(max_staleness=2)) as made:
-            parts = _Parts(made)
+            parts = Parts(made)
             _slow(parts, 2)
-            await _run(made, "async", parts, sync_mode="in_flight", steps=3)
+            await run_parts(made, "async", parts, sync_mode="in_flight", steps=3)
         return parts.log, [report.sync_s for report in parts.reports]
 
     log, sync_s = run_virtual(main())
@@ -284,7 +213,7 @@ def test_L20_every_token_bears_the_weights_that_sampled_it_while_new_ones_are_on
 ) -> None:
     async def main() -> list[tuple[int, int | None]]:
         async with desk(store, budget=StalenessBudget(max_staleness=1)) as made:
-            parts = _Parts(made)
+            parts = Parts(made)
             _slow(parts, 2.5)
             trained: list[tuple[int, int | None]] = []
             train = parts.train
@@ -294,7 +223,7 @@ def test_L20_every_token_bears_the_weights_that_sampled_it_while_new_ones_are_on
                 return await train(batch, train_step)
 
             parts.train = note  # type: ignore[method-assign]
-            await _run(made, "async", parts, sync_mode="in_flight", steps=6)
+            await run_parts(made, "async", parts, sync_mode="in_flight", steps=6)
         return trained
 
     trained = run_virtual(main())
@@ -303,17 +232,47 @@ def test_L20_every_token_bears_the_weights_that_sampled_it_while_new_ones_are_on
     assert ages <= {0, 1}  # the budget holds although the engines are behind the learner
 
 
-def test_weights_that_cannot_be_taken_beside_a_step_end_the_run(store: Store) -> None:
-    async def main() -> list[str]:
+@pytest.mark.parametrize("name", ["async", "sync", "colocated"])
+def test_weights_that_cannot_be_taken_end_the_run_but_the_step_is_told(
+    store: Store, name: str
+) -> None:
+    async def main() -> Parts:
         async with desk(store) as made:
-            parts = _Parts(made)
+            parts = Parts(made)
             _slow(parts, 1, broken_at=2)
+            mode = "in_flight" if name == "async" else "pause"
             with pytest.raises(EngineError, match="no weights of step 2"):
-                await _run(made, "async", parts, sync_mode="in_flight")
+                await run_parts(made, name, parts, sync_mode=mode, checkpoint_every=1)
             store.sessions.release_owned("learner")
-        return parts.log
+        return parts
 
-    assert "told 2" not in run_virtual(main())
+    parts = run_virtual(main())
+    assert [r.train_step for r in parts.reports] == [1, 2]
+    assert [type(r.failed) for r in parts.reports] == [type(None), EngineError]
+    assert [line for line in parts.log if "checkpoint" in line] == ["checkpoint 1"]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_step_that_cannot_be_told_either_hides_no_cause(store: Store, hangs: bool) -> None:
+    async def main() -> BaseException:
+        async with desk(store) as made:
+            parts = Parts(made)
+            _slow(parts, 1, broken_at=1)
+
+            async def not_told(report: StepReport) -> None:
+                assert report.failed is not None
+                if hangs:
+                    await asyncio.Event().wait()
+                raise OSError("no room")
+
+            parts.on_step = not_told  # type: ignore[method-assign]
+            with pytest.raises(EngineError, match="no weights of step 1") as raised:
+                await run_parts(made, "async", parts, sync_mode="pause")
+            store.sessions.release_owned("learner")
+        return raised.value
+
+    (note,) = run_virtual(main()).__notes__
+    assert note.startswith("and step 1 was not told: " + ("TimeoutError" if hangs else "OSError"))
 
 
 def test_a_step_is_told_although_the_next_one_fails_before_its_weights_are_taken(
@@ -321,10 +280,10 @@ def test_a_step_is_told_although_the_next_one_fails_before_its_weights_are_taken
 ) -> None:
     async def main() -> list[str]:
         async with desk(store, sources={"math": Questions(size=2)}, epochs=1) as made:
-            parts = _Parts(made)
+            parts = Parts(made)
             _slow(parts, 60)
             with pytest.raises(EndOfData):
-                await _run(made, "async", parts, sync_mode="in_flight", pause_timeout_s=90)
+                await run_parts(made, "async", parts, sync_mode="in_flight", pause_timeout_s=90)
         return parts.log
 
     assert run_virtual(main()) == ["train 1", "sync 1 in_flight", "told 1"]
@@ -332,9 +291,9 @@ def test_a_step_is_told_although_the_next_one_fails_before_its_weights_are_taken
 
 @pytest.mark.parametrize("name", ["async", "sync", "colocated"])
 def test_a_stop_ends_the_run_behind_the_step_under_way(store: Store, name: str) -> None:
-    async def main() -> _Parts:
+    async def main() -> Parts:
         async with desk(store) as made:
-            parts = _Parts(made)
+            parts = Parts(made)
             stop = asyncio.Event()
             train = parts.train
 
@@ -344,7 +303,7 @@ def test_a_stop_ends_the_run_behind_the_step_under_way(store: Store, name: str) 
                 return await train(batch, train_step)
 
             parts.train = stopped  # type: ignore[method-assign]
-            await _run(made, name, parts, stop=stop)
+            await run_parts(made, name, parts, stop=stop)
             await made.producer.resume()
         return parts
 
@@ -354,12 +313,12 @@ def test_a_stop_ends_the_run_behind_the_step_under_way(store: Store, name: str) 
 
 @pytest.mark.parametrize("name", ["async", "sync", "colocated"])
 def test_a_stop_ends_the_waiting_for_a_batch_and_takes_nothing(store: Store, name: str) -> None:
-    async def main() -> _Parts:
+    async def main() -> Parts:
         async with desk(store, run=False) as made:
-            parts = _Parts(made)
+            parts = Parts(made)
             stop = asyncio.Event()
             asyncio.get_running_loop().call_later(5, stop.set)
-            await _run(made, name, parts, stop=stop)
+            await run_parts(made, name, parts, stop=stop)
         return parts
 
     assert run_virtual(main()).log == []
@@ -370,8 +329,8 @@ def test_L23_the_schedule_syncs_first_when_the_engines_are_too_old(store: Store)
     async def main() -> list[str]:
         budget = StalenessBudget(max_staleness=1, sync_interval=3, max_token_staleness=0)
         async with desk(store, dispatch={"budget": budget}) as made:
-            parts = _Parts(made)
-            await _run(made, "async", parts, sync_interval=3, sync_mode="in_flight", steps=3)
+            parts = Parts(made)
+            await run_parts(made, "async", parts, sync_interval=3, sync_mode="in_flight", steps=3)
         return parts.log
 
     log = run_virtual(main())
@@ -383,7 +342,7 @@ def test_a_learner_that_waits_for_weights_first_counts_that_as_waiting(store: St
     async def main() -> None:
         budget = StalenessBudget(max_staleness=1, sync_interval=3, max_token_staleness=0)
         async with desk(store, dispatch={"budget": budget}) as made:
-            parts = _Parts(made)
+            parts = Parts(made)
             sync = parts.sync
 
             async def slow_sync(model_step: int, mode: SyncMode) -> None:
@@ -391,7 +350,7 @@ def test_a_learner_that_waits_for_weights_first_counts_that_as_waiting(store: St
                 await sync(model_step, mode)
 
             parts.sync = slow_sync  # type: ignore[method-assign]
-            await _run(made, "async", parts, sync_interval=3, sync_mode="in_flight", steps=3)
+            await run_parts(made, "async", parts, sync_interval=3, sync_mode="in_flight", steps=3)
             first, *later = parts.reports
             assert first.wait_s < 50
             assert all(report.wait_s >= 50 for report in later)
@@ -402,7 +361,7 @@ def test_a_learner_that_waits_for_weights_first_counts_that_as_waiting(store: St
 def test_L29_the_window_says_how_long_producers_worked_and_stood_still(store: Store) -> None:
     async def main() -> None:
         async with desk(store, script=Script(token_s=0.5)) as made:
-            parts = _Parts(made)
+            parts = Parts(made)
             sync = parts.sync
 
             async def slow_sync(model_step: int, mode: SyncMode) -> None:
@@ -410,7 +369,7 @@ def test_L29_the_window_says_how_long_producers_worked_and_stood_still(store: St
                 await sync(model_step, mode)
 
             parts.sync = slow_sync  # type: ignore[method-assign]
-            await _run(made, "async", parts)
+            await run_parts(made, "async", parts)
             for report in parts.reports[1:]:
                 assert report.batch.report.pause_s == pytest.approx(2)
                 assert report.batch.report.production_s >= 3
@@ -433,7 +392,7 @@ def test_a_schedule_that_cannot_work_is_refused(
     async def main() -> None:
         async with desk(store) as made:
             with pytest.raises(ConfigError, match=said):
-                await _run(made, name, _Parts(made), **config)
+                await run_parts(made, name, Parts(made), **config)
 
     run_virtual(main())
 

@@ -134,6 +134,24 @@ def test_parameters_that_have_changed_places_are_not_published_under_each_others
         writer.publish(1, session="weights-1")
 
 
+@pytest.mark.parametrize("change", ["assign", "wrap", "adapt"])
+def test_a_model_whose_parts_are_others_by_now_is_not_published_as_it_was(
+    store: Store, change: str
+) -> None:
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+    writer = WeightsWriter(model, store)
+    if change == "assign":
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    elif change == "wrap":
+        model[0] = torch.nn.Sequential(model[0])
+    else:
+        model[0].register_parameter("lora", torch.nn.Parameter(torch.ones(2)))
+    store.sessions.open("weights-1", owner="weights")
+    with pytest.raises(AssertionError, match="replaced, added or removed since"):
+        writer.publish(1, session="weights-1")
+
+
 def test_parameters_that_share_memory_go_on_sharing_it(store: Store) -> None:
     models = [torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)) for _ in range(2)]
     for model in models:

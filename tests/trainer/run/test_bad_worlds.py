@@ -236,3 +236,31 @@ def test_L30_the_colocated_schedule_and_several_tasks_with_weights(tmp_path: Pat
     assert {name: books["trained"] for name, books in by_task.items()} == {"up": 48, "down": 16}
     assert all(r["staleness_max"] == 0 for r in run.steps())
     runs.check_clean(result, run.name)
+
+
+NO_WEIGHTS = """
+from trainer.errors import EngineError
+from trainer.run.driver import Driver
+sync = Driver._sync
+async def refused(self, model_step, mode):
+    if model_step == {step}:
+        raise EngineError('no weights today')
+    await sync(self, model_step, mode)
+Driver._sync = refused
+"""
+
+
+@pytest.mark.parametrize("schedule", ["async", "sync"])
+def test_the_last_step_is_in_the_metrics_although_its_weights_reached_no_engine(
+    tmp_path: Path, schedule: str
+) -> None:
+    settings = (f"schedule.name={schedule}", "schedule.steps=2", "metrics.plot=false")
+    run = runs.start(tmp_path, *settings, prelude=NO_WEIGHTS.format(step=2))
+    result = run.result()
+    assert (result.status, result.summary["steps"]) == (1, 2), result.stderr
+    assert result.summary["error"].startswith("EngineError: no weights today")
+    told = run.steps()
+    assert [r["train_step"] for r in told] == [0, 1, 2]
+    assert (told[-1]["ledger/trained"], told[-1]["model_step"]) == (32, 1)
+    assert "eval/reward" not in told[-1]
+    runs.check_clean(result, run.name)

@@ -104,6 +104,19 @@ def test_every_kind_of_mistake_is_reported_in_one_go_with_its_line(tmp_path: Pat
         ("store: {capacity: 9TiB}\n", "store.capacity", "at most"),
         ("learner: {device: tpu}\n", "learner.device", "cpu"),
         ("engine: {replicas: 2}\n", "engine.inline", "must be false"),
+        ("engine: {max_batch: 2, waiting_max: 8}\n", "engine.waiting_max", "use at least 14"),
+        (
+            "engine: {max_batch: 2, waiting_max: 1}\neval: {prompts: 0}\n",
+            "engine.waiting_max",
+            "takes 3 requests at once, but a group has 8 (rollout.rollouts_per_prompt), and the "
+            "rest of them would fail: use at least 6",
+        ),
+        (
+            "engine: {max_batch: 2, waiting_max: 8}\neval: {rollouts_per_prompt: 11}\n"
+            "schedule: sync\n",
+            "engine.waiting_max",
+            "a group has 11 (eval.rollouts_per_prompt)",
+        ),
         ("rollout: {temperature: 0.7}\n", "learner.temperature", "sampled at 0.7"),
         ("run: {name: 'a/b'}\n", "run.name", "letters"),
         ("run: {name: '_a'}\n", "run.name", "begin with a letter"),
@@ -277,11 +290,19 @@ def test_what_yaml_cannot_make_a_value_of_is_a_mistake_too(
 
 
 def test_an_override_that_yaml_cannot_make_a_value_of_is_a_mistake_too(tmp_path: Path) -> None:
-    overrides = ("run.seed=2024-13-45", "eval=" + "[" * 5000, "tasks[0].judge.kind=exact")
+    overrides = (
+        "run.seed=2024-13-45",
+        "eval=" + "[" * 5000,
+        "tasks[0].judge.kind=exact",
+        "learner.betas=&x [*x]",
+        "checkpoint={every: 1, every: 2}",
+    )
     found = mistakes(tmp_path, GOOD, *overrides)
     assert "'2024-13-45' cannot be read as timestamp" in found["run.seed"]
     assert "maximum recursion depth" in found["eval"]
     assert "tasks[0].judge is a plain value" in found["tasks[0].judge.kind"]
+    assert "contains itself" in found["learner.betas"]
+    assert found["checkpoint.every"] == "--set: is given twice"
 
 
 def test_a_value_that_repeats_itself_a_billion_times_is_looked_at_once(tmp_path: Path) -> None:

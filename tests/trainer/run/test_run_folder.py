@@ -20,7 +20,8 @@ import trainer.run.eval_run
 import trainer.run.folder
 from actors.codec import make_remote_error
 from actors.rundir import check_name
-from shmstore import StoreFull, TableFull
+from shmstore import OutOfMemory, Store, StoreFull, TableFull
+from shmstore.testing import unique_name
 from trainer.config import load
 from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, describe, read_metrics
@@ -263,6 +264,15 @@ def test_a_run_that_a_full_arena_ended_says_what_to_raise(folder: RunFolder) -> 
         assert first == "StoreFull: no room for 9 bytes"
         assert second.startswith("  what to do: raise store.capacity, or")
     assert "capacity" not in failed(folder, TableFull("no row"))
+
+
+def test_a_run_whose_arena_the_machine_cannot_hold_says_what_to_lower(folder: RunFolder) -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        Store.create(unique_name(), capacity="8TiB")
+    first, second = failed(folder, caught.value).splitlines()
+    assert first.startswith("OutOfMemory: /dev/shm has")
+    assert "lower store.capacity" in second
+    assert second.endswith("begins again")
 
 
 def test_the_command_alone_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from shmstore import StoreFull
 from trainer.engine.protocol import (
     Engine,
     SamplingParams,
@@ -75,6 +76,7 @@ class GroupContext:
         "group_uid",
         "info",
         "lack_prompt",
+        "no_room",
         "opening",
         "params",
         "prompt",
@@ -117,6 +119,7 @@ class GroupContext:
         self.submits = cast(Submits, engine) if _submits(type(engine)) else None
         self.prompt_tokens: Tokens | None = None  # once the segment is stored
         self.storing = asyncio.Lock()
+        self.no_room: StoreFull | None = None  # of the prompt: a member waited for it in vain
         self._encoded: tuple[str, Tokens] | None = None
 
     def encode(self, content: Content) -> Tokens:

@@ -195,9 +195,16 @@ class StoredPath:
             segment, self._unstored = self._unstored, None
             if waits_for_prompt and context.prompt_tokens is not None:
                 return  # a mate has stored it, and the next that is stored is another segment
+            if waits_for_prompt and context.no_room is not None:  # and the group has failed
+                raise StoreFull(f"a mate waited for room in vain: {context.no_room}")
             if segment is not None:
                 wait_s = context.arena_wait_s
-                self._apart = await asyncio.to_thread(context.traces.put_apart, segment, wait_s)
+                try:
+                    self._apart = await asyncio.to_thread(context.traces.put_apart, segment, wait_s)
+                except StoreFull as error:
+                    if waits_for_prompt:
+                        context.no_room = error
+                    raise
 
     def _rows(self, generation: Generation, n: int) -> tuple[Routing | None, Routing | None]:
         """Of the routing, what the end of the path lacks, and that of `n` tokens behind it."""

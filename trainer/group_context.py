@@ -22,6 +22,7 @@ from trainer.engine.protocol import (
     Tokenizer,
 )
 from trainer.rollout import Message, Prompt
+from trainer.segment import narrowest_unsigned
 from trainer.trace import TraceStore
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class GroupContext:
     Their first segment is stored once, by the member that knows its routing first, and what they
     all say is encoded once. `lack_prompt`: the sessions that lack that segment and will get it;
     `fresh`: no member has a record of an earlier attempt. `opening`: all that a member says; None
-    when an environment has to run. `submits`: the engine, if it answers by a call.
+    when an environment has to run. `submits`: the engine, if it answers by a call. `routing_type`:
+    of its experts' numbers in a segment; None for one that does not route.
     """
 
     __slots__ = (
@@ -79,6 +81,7 @@ class GroupContext:
         "params",
         "prompt",
         "prompt_tokens",
+        "routing_type",
         "storing",
         "submits",
         "tokenizer",
@@ -102,7 +105,8 @@ class GroupContext:
     ) -> None:
         self.traces = traces
         self.engine = engine
-        self.info = engine.info
+        self.info = info = engine.info
+        self.routing_type = narrowest_unsigned(info.n_experts) if info.routes else None
         self.tokenizer = tokenizer
         self.params = params
         self.prompt = prompt

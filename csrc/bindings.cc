@@ -299,6 +299,7 @@ NB_MODULE(_core, module) {
   bind_objects(type);
   bind_sessions(type);
   bind_segments(type, module);
+  bind_segment_writer(type, module);
   bind_copy(module);
   bind_waits();
 }

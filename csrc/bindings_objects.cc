@@ -13,7 +13,7 @@
 #include <memory>
 #include <vector>
 
-#include "bindings_store.h"
+#include "bindings_put.h"
 #include "bindings_values.h"
 
 namespace shmrl::py {
@@ -35,80 +35,6 @@ constexpr std::array<std::uint8_t, NPY_NTYPES_LEGACY> make_code_of_type() {
   return codes;
 }
 constexpr auto kCodeOfType = make_code_of_type();
-
-// What one put was asked besides the value.
-struct Target {
-  StoreCore& core;
-  std::string_view session;  // empty: unattached
-  Wait wait;
-  std::int32_t parent;
-};
-
-Target parse_target(StoreCore& core, nb::handle session, nb::handle timeout, nb::handle parent) {
-  Target target{core, {}, parse_timeout(timeout), -1};
-  if (!session.is_none()) {
-    target.session = parse_text(session, "a session id");
-    if (target.session.empty()) raise("BadName", "a session id has 1 to 63 bytes, not none");
-  }
-  if (!parent.is_none()) {
-    const bool whole = PyIndex_Check(parent.ptr()) && !PyBool_Check(parent.ptr());
-    const Py_ssize_t position = whole ? PyNumber_AsSsize_t(parent.ptr(), nullptr) : -1;
-    if (position < 0 || position > std::numeric_limits<std::int32_t>::max()) {
-      PyErr_Clear();
-      raise("BadValue", std::string("parent is a position in the session, an int counted from 0, "
-                                    "not this ") +
-                            Py_TYPE(parent.ptr())->tp_name);
-    }
-    if (target.session.empty()) raise("BadValue", "parent is given, but no session");
-    target.parent = static_cast<std::int32_t>(position);
-  }
-  return target;
-}
-
-// `head`: bytes of the object's header; the payload follows.
-Draft reserve(const Target& target, std::uint64_t head, std::uint64_t payload_bytes) {
-  const StoreCore::Use store(target.core);
-  Draft draft;
-  std::uint64_t size = 0;
-  if (__builtin_add_overflow(head, payload_bytes, &size)) size = UINT64_MAX;
-  auto attempt = [&](const Wait& wait) {
-    return target.session.empty() ? store->reserve(size, wait, draft, head)
-                                  : store->reserve(size, target.session, wait, draft, head);
-  };
-  Status status = attempt(Wait{});
-  if ((status == Status::full || status == Status::objects_full) && target.wait.timeout_ns != 0) {
-    const WithoutGil released;
-    status = attempt(target.wait);
-  }
-  if (status == Status::full) raise_full(*store, status, size);
-  if (status == Status::too_large) raise_full(*store, status, payload_bytes);
-  require(status);
-  return draft;
-}
-
-// Without a hold: what a session holds needs none. -> the position in the session.
-std::uint32_t seal_in_session(const Target& target, Draft& draft) {
-  std::uint32_t position = 0;
-  require(StoreCore::Use(target.core)->seal(draft, nullptr, target.parent, nullptr, &position));
-  return position;
-}
-
-nb::object seal(const Target& target, Draft& draft, std::size_t payload_bytes) {
-  const Ref ref = draft.ref();
-  Hold hold;
-  require(StoreCore::Use(target.core)
-              ->seal(draft, target.session.empty() ? &hold : nullptr, target.parent));
-  return nb::steal(new_ref(ref, std::move(hold), static_cast<std::int64_t>(payload_bytes)));
-}
-
-void copy_payload(void* destination, const void* source, std::size_t size) {
-  if (size < kCopyWithoutGilMin) {
-    std::memcpy(destination, source, size);
-  } else {
-    const WithoutGil released;
-    copy_in(destination, source, size);
-  }
-}
 
 nb::object put_flat(const Target& target, const ValueHeader& header, const void* payload) {
   Draft draft = reserve(target, sizeof(header), header.payload_bytes);
@@ -274,15 +200,6 @@ nb::object put_parts(StoreCore& core, nb::handle head, nb::handle parts, nb::han
   std::size_t payload_bytes = 0;
   Draft draft = gather(target, head, parts, payload_bytes);
   return seal(target, draft, payload_bytes);
-}
-
-std::uint32_t append_parts(StoreCore& core, nb::handle session, nb::handle head, nb::handle parts,
-                           nb::handle parent, nb::handle timeout) {
-  if (session.is_none()) raise("BadName", "a session id is a str, not None");
-  const Target target = parse_target(core, session, timeout, parent);
-  std::size_t payload_bytes = 0;
-  Draft draft = gather(target, head, parts, payload_bytes);
-  return seal_in_session(target, draft);
 }
 
 std::uint64_t parse_bytes(nb::handle bytes, const char* what) {
@@ -457,6 +374,70 @@ void* import_numpy() {
 
 }  // namespace
 
+Target parse_target(StoreCore& core, nb::handle session, nb::handle timeout, nb::handle parent) {
+  Target target{core, {}, parse_timeout(timeout), -1};
+  if (!session.is_none()) {
+    target.session = parse_text(session, "a session id");
+    if (target.session.empty()) raise("BadName", "a session id has 1 to 63 bytes, not none");
+  }
+  if (!parent.is_none()) {
+    const bool whole = PyIndex_Check(parent.ptr()) && !PyBool_Check(parent.ptr());
+    const Py_ssize_t position = whole ? PyNumber_AsSsize_t(parent.ptr(), nullptr) : -1;
+    if (position < 0 || position > std::numeric_limits<std::int32_t>::max()) {
+      PyErr_Clear();
+      raise("BadValue", std::string("parent is a position in the session, an int counted from 0, "
+                                    "not this ") +
+                            Py_TYPE(parent.ptr())->tp_name);
+    }
+    if (target.session.empty()) raise("BadValue", "parent is given, but no session");
+    target.parent = static_cast<std::int32_t>(position);
+  }
+  return target;
+}
+
+Draft reserve(const Target& target, std::uint64_t head, std::uint64_t payload_bytes) {
+  const StoreCore::Use store(target.core);
+  Draft draft;
+  std::uint64_t size = 0;
+  if (__builtin_add_overflow(head, payload_bytes, &size)) size = UINT64_MAX;
+  auto attempt = [&](const Wait& wait) {
+    return target.session.empty() ? store->reserve(size, wait, draft, head)
+                                  : store->reserve(size, target.session, wait, draft, head);
+  };
+  Status status = attempt(Wait{});
+  if ((status == Status::full || status == Status::objects_full) && target.wait.timeout_ns != 0) {
+    const WithoutGil released;
+    status = attempt(target.wait);
+  }
+  if (status == Status::full) raise_full(*store, status, size);
+  if (status == Status::too_large) raise_full(*store, status, payload_bytes);
+  require(status);
+  return draft;
+}
+
+std::uint32_t seal_in_session(const Target& target, Draft& draft) {
+  std::uint32_t position = 0;
+  require(StoreCore::Use(target.core)->seal(draft, nullptr, target.parent, nullptr, &position));
+  return position;
+}
+
+nb::object seal(const Target& target, Draft& draft, std::size_t payload_bytes) {
+  const Ref ref = draft.ref();
+  Hold hold;
+  require(StoreCore::Use(target.core)
+              ->seal(draft, target.session.empty() ? &hold : nullptr, target.parent));
+  return nb::steal(new_ref(ref, std::move(hold), static_cast<std::int64_t>(payload_bytes)));
+}
+
+void copy_payload(void* destination, const void* source, std::size_t size) {
+  if (size < kCopyWithoutGilMin) {
+    std::memcpy(destination, source, size);
+  } else {
+    const WithoutGil released;
+    copy_in(destination, source, size);
+  }
+}
+
 void bind_objects(nb::class_<StoreCore>& type) {
   if (import_numpy() == nullptr) nb::raise_python_error();
   using nb::arg;
@@ -490,10 +471,6 @@ void bind_objects(nb::class_<StoreCore>& type) {
       .def("put_parts", &put_parts, arg("head").none(), arg("parts").none(), none("session"),
            none("timeout"), none("parent"),
            "Gather a header and buffers into one object; see put_stream.")
-      .def("append_parts", &append_parts, arg("session").none(), arg("head").none(),
-           arg("parts").none(), none("parent"), none("timeout"),
-           "Gather into one object at the end of a session; -> its position there, instead of a "
-           "ref.")
       .def("reserve", &reserve_draft, arg("size").none(), none("session"), none("timeout"),
            none("parent"), arg("head").none() = 0,
            "An object of `head` bytes of header and `size` bytes under construction; see build.");

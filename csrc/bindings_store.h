@@ -79,8 +79,9 @@ class StoreCore {
 
 void bind_objects(nb::class_<StoreCore>& type);   // put, get, free, build (bindings_objects.cc)
 void bind_sessions(nb::class_<StoreCore>& type);  // the session table (bindings_sessions.cc)
-// whole paths of the trainer's segments (bindings_segments.cc)
+// segments of the trainer: paths read (bindings_segments.cc), segments written
 void bind_segments(nb::class_<StoreCore>& type, nb::module_& module);
+void bind_segment_writer(nb::class_<StoreCore>& type, nb::module_& module);
 void bind_admin(nb::class_<StoreCore>& type, nb::module_& module);  // create, stats (bindings.cc)
 
 }  // namespace shmrl::py

@@ -130,18 +130,6 @@ class StoreCore:
         timeout: float | None = None,
         parent: int | None = None,
     ) -> ObjectRef: ...
-    def append_parts(
-        self,
-        session: str,
-        head: bytes,
-        parts: Iterable[Any],
-        parent: int | None = None,
-        timeout: float | None = None,
-    ) -> int:
-        """Gather a header and buffers into one object at the end of a session, in one atomic step.
-
-        -> its position there, as from `session_attach`. `head`: see `arrow.STREAM_HEADS`.
-        """
     def reserve(
         self,
         size: int,
@@ -181,6 +169,9 @@ class StoreCore:
         how many bytes from the start are backed so far."""
     def session_open(self, session: str, owner: str) -> None: ...
     def session_attach(self, session: str, ref: ObjectRef, parent: int) -> int: ...
+    def session_attach_to_all(
+        self, sessions: Iterable[str], ref: ObjectRef, parent: int | None
+    ) -> builtins.list[int]: ...
     def session_objects(self, session: str) -> list[Entry]: ...
     def session_truncate(self, session: str, keep: int) -> int: ...
     def session_transfer(
@@ -213,10 +204,47 @@ class StoreCore:
         raises for a path that cannot be read; see `trainer.trace`.
         """
 
+class SegmentWriter:
+    """Writes segments of the trainer: frames of bytes, made once for all segments of one layout,
+    with a segment's own arrays between.
+
+    `frame_of`: a frame, or all bytes of the object; see `trainer.segment_codec`. At most
+    `frames_max` frames are kept. BadValue for what is no checked segment.
+    """
+
+    def __init__(
+        self, frame_of: Callable[[Any], tuple[Any, ...] | builtins.bytes], frames_max: int
+    ) -> None: ...
+    def append(
+        self,
+        store: StoreCore,
+        session: str,
+        segment: Any,
+        parent: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Write it and attach it in one atomic step; -> its position in the session. Waits for
+        room as `put` of a store."""
+    def put(
+        self,
+        store: StoreCore,
+        segment: Any,
+        session: str | None = None,
+        timeout: float | None = None,
+        parent: int | None = None,
+    ) -> ObjectRef: ...
+    def bytes(self, segment: Any) -> builtins.bytes:
+        """The object, header and all, without an arena."""
+
 def arenas(directory: str, remove_debris: bool = False) -> list[ArenaFacts]: ...
 def unlink(name: str, directory: str) -> None: ...
 def copy_into(destination: Any, source: Any) -> None: ...
 def buffer_address(source: Any) -> int: ...
+def known_rows(segment: Any) -> int | None:
+    """Rows of routing that a segment of the trainer knows; None when its fields are not yet what
+    `trainer.segment` promises.
+    """
+
 def segment_places(whole: Any) -> tuple[int, ...] | None:
     """Where the parts of a segment of the trainer lie; None without a trailer; ArenaDamaged.
 

@@ -39,8 +39,9 @@ STREAM_HEADS = {
     for sort in (Sort.BATCH, Sort.TABLE, Sort.ARRAY, Sort.CHUNKED)
 }
 
-# Where the parts of a stream lie that a trailer ends; see `_core.pyi`.
-segment_places = _core.segment_places
+# Of streams that a trailer ends; see `_core.pyi`.
+segment_places, known_rows = _core.segment_places, _core.known_rows
+SegmentWriter = _core.SegmentWriter
 
 
 def _pyarrow() -> ModuleType:

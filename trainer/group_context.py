@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from shmstore import StoreFull
 from trainer.engine.protocol import (
     Engine,
     SamplingParams,
@@ -21,6 +22,7 @@ from trainer.engine.protocol import (
     Tokenizer,
 )
 from trainer.rollout import Message, Prompt
+from trainer.segment import narrowest_unsigned
 from trainer.trace import TraceStore
 
 if TYPE_CHECKING:
@@ -61,7 +63,8 @@ class GroupContext:
     Their first segment is stored once, by the member that knows its routing first, and what they
     all say is encoded once. `lack_prompt`: the sessions that lack that segment and will get it;
     `fresh`: no member has a record of an earlier attempt. `opening`: all that a member says; None
-    when an environment has to run. `submits`: the engine, if it answers by a call.
+    when an environment has to run. `submits`: the engine, if it answers by a call. `routing_type`:
+    of its experts' numbers in a segment; None for one that does not route.
     """
 
     __slots__ = (
@@ -73,10 +76,12 @@ class GroupContext:
         "group_uid",
         "info",
         "lack_prompt",
+        "no_room",
         "opening",
         "params",
         "prompt",
         "prompt_tokens",
+        "routing_type",
         "storing",
         "submits",
         "tokenizer",
@@ -100,7 +105,8 @@ class GroupContext:
     ) -> None:
         self.traces = traces
         self.engine = engine
-        self.info = engine.info
+        self.info = info = engine.info
+        self.routing_type = narrowest_unsigned(info.n_experts) if info.routes else None
         self.tokenizer = tokenizer
         self.params = params
         self.prompt = prompt
@@ -113,6 +119,7 @@ class GroupContext:
         self.submits = cast(Submits, engine) if _submits(type(engine)) else None
         self.prompt_tokens: Tokens | None = None  # once the segment is stored
         self.storing = asyncio.Lock()
+        self.no_room: StoreFull | None = None  # of the prompt: a member waited for it in vain
         self._encoded: tuple[str, Tokens] | None = None
 
     def encode(self, content: Content) -> Tokens:

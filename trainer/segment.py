@@ -4,7 +4,8 @@ Both are values: frozen, changed only by making a new one. What an engine or a u
 here, once: behind it everything relies on arrays of the lifecycle's types, without gaps and of one
 length. `trainer.trace` stores segments in a session and reads traces from it.
 
-Imports numpy and msgspec only. Used in every process of the trainer.
+Imports numpy, msgspec and the core, which checks what needs no conversion. Used in every process of
+the trainer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from msgspec.structs import force_setattr, replace
 from numpy.typing import NDArray
 
+from shmstore.arrow import known_rows
 from trainer.errors import BadSegment
 
 __all__ = ["IGNORE_LABEL", "NO_MODEL_STEP", "Segment", "Trace", "narrowest_unsigned"]
@@ -54,24 +56,17 @@ class Segment(msgspec.Struct, frozen=True, eq=False):
     routed_before: NDArray[np.uint8] | NDArray[np.uint16] | None = None
 
     def __post_init__(self) -> None:
+        known = known_rows(self)
+        if known is None:
+            self._convert()
+        elif known != self.n_routed:
+            force_setattr(self, "n_routed", known)
+
+    def _convert(self) -> None:
+        """What an engine's own arrays do not need; or `BadSegment`."""
         if not isinstance(self.text, str):
             raise BadSegment(f"text is {self.text!r}; a str is needed")
-        if not self.text.isascii():
-            _check_utf8(self.text)
-        given: tuple[Any, ...] = self.token_ids, self.labels, self.logprobs, self.model_steps
-        ids, labels, logp, steps = given
-        # The common case (an engine's own arrays) costs a few comparisons and no call.
-        if not (
-            type(ids) is type(labels) is type(logp) is type(steps) is np.ndarray
-            and ids.dtype is labels.dtype is steps.dtype is _INT32
-            and logp.dtype is _FLOAT32
-            and ids.shape == labels.shape == logp.shape == steps.shape
-            and ids.strides == labels.strides == logp.strides == steps.strides == _WITHOUT_GAPS
-        ):
-            self._convert_columns()
-        self._check_routing(self.token_ids.size)
-
-    def _convert_columns(self) -> None:
+        _check_utf8(self.text)
         n = np.size(self.token_ids)
         for name, dtype in _COLUMNS:
             given = _converted(name, getattr(self, name), dtype)
@@ -80,8 +75,9 @@ class Segment(msgspec.Struct, frozen=True, eq=False):
                     f"{name} has shape {given.shape}, but there are {n} token_ids: need ({n},)"
                 )
             force_setattr(self, name, given)
+        self._convert_routing(n)
 
-    def _check_routing(self, n: int) -> None:
+    def _convert_routing(self, n: int) -> None:
         routed = self.routed_experts
         if routed is None:
             if self.n_routed > 0 or self.routed_before is not None:
@@ -215,7 +211,6 @@ _UINT8 = np.dtype(np.uint8)
 _UINT16 = np.dtype(np.uint16)
 _INT32 = np.dtype(np.int32)
 _FLOAT32 = np.dtype(np.float32)
-_WITHOUT_GAPS = (4,)
 _COLUMNS = (
     ("token_ids", _INT32),
     ("labels", _INT32),

@@ -8,9 +8,9 @@ report with it (the last token of the turn before).
 
 Writing through pyarrow costs more than copying the payload. So the two messages of the stream are
 made once per shape by pyarrow, kept, and cut where text, counts and rows stand: a segment is those
-cuts with its own arrays between them, gathered straight into the arena. What is kept was first read
-back by pyarrow and compared, so a pyarrow that lays out messages in another way is noticed at once,
-and pyarrow's own bytes are used.
+cuts with its own arrays between them, which the core writes straight into the arena. What is kept
+was first compared with a message of pyarrow's own, so a pyarrow that lays them out in another way
+is noticed at once, and its own bytes are used.
 
 Behind the end of the stream, where no Arrow reader looks, lies a trailer with the places of all
 parts, so that a trace is assembled without pyarrow as well: reading through it costs a hundred
@@ -21,9 +21,10 @@ No arena here; called by `trainer.trace` and `trainer.snapshot`, from any thread
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,12 +33,12 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from shmstore import ArenaDamaged
-from shmstore.arrow import segment_places
+from shmstore import ArenaDamaged, headers
+from shmstore.arrow import SegmentWriter, Sort, segment_places
 from trainer.errors import TraceError
 from trainer.segment import Segment
 
-__all__ = ["Columns", "encode", "is_segment", "read", "stream", "to_batch", "view"]
+__all__ = ["Columns", "is_segment", "read", "stream", "to_batch", "view", "writer"]
 
 Routing = NDArray[np.uint8] | NDArray[np.uint16]
 
@@ -54,7 +55,6 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _MAGIC = b"segment2"
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
-_NOTHING = b""
 
 #: Rows of `Columns.numbers`.
 _TOKEN_IDS, _LABELS, _LOGPROBS, _MODEL_STEPS = range(4)
@@ -136,66 +136,29 @@ class _Shape:
 
 
 class _Frame(NamedTuple):
-    """What surrounds the varying parts of all segments of one layout; see `encode`."""
+    """What surrounds the varying parts of all segments of one layout, as `SegmentWriter` takes it.
 
-    head: bytes
+    In their order: `head`, the text filled up with zeros to `text_class`, `before_rows`, the rows
+    for tokens before, `before_digits`, the size of the text in digits, `to_body`, the columns, each
+    padded to 8 bytes, the routing, `tail`, the size of the text once more. `head` begins with the
+    store's header.
+    """
+
     text_class: int
+    head: bytes
     before_rows: bytes
     before_digits: bytes
     to_body: bytes
-    pad: bytes
     tail: bytes
 
 
-#: Frames by tokens, text class and, where there is routing, its shape; emptied when it is full.
-_FRAMES: dict[tuple[Any, ...], _Frame] = {}
+#: Frames that are kept; beyond that all are made anew.
 FRAMES_MAX = 8192
 
 
-def encode(segment: Segment) -> Sequence[Any]:
-    """The segment as buffers and texts whose concatenation is one Arrow IPC stream.
-
-    On the path of every turn: one lookup, and a list of what is there already. It costs 1 µs.
-    """
-    text, routed, before = segment.text, segment.routed_experts, segment.routed_before
-    n_text = len(text) if text.isascii() else len(text.encode())
-    n, text_bits = segment.token_ids.size, (n_text - 1).bit_length()
-    key: tuple[Any, ...] = n, text_bits
-    if routed is not None:
-        n_before = 0 if before is None else len(before)
-        key = n, text_bits, routed.shape, routed.itemsize, segment.n_routed, n_before
-    frame = _FRAMES.get(key) or _new_frame(key, segment, n_text)
-    if frame is None:
-        return _encode_by_pyarrow(segment)
-    head, text_class, before_rows, before_digits, to_body, pad, tail = frame
-    digits = b"%010d" % n_text
-    return [
-        head,
-        text,
-        bytes(text_class - n_text),
-        before_rows,
-        _NOTHING if before is None else before,
-        before_digits,
-        digits,
-        to_body,
-        segment.token_ids,
-        pad,
-        segment.labels,
-        pad,
-        segment.logprobs,
-        pad,
-        segment.model_steps,
-        pad,
-        _NOTHING if routed is None else routed,
-        tail,
-        digits,
-    ]
-
-
 def stream(segment: Segment) -> bytes:
-    """What `encode` gives, in one piece."""
-    parts = encode(segment)
-    return b"".join([part.encode() if isinstance(part, str) else bytes(part) for part in parts])
+    """The Arrow IPC stream of a segment, with the trailer behind its end."""
+    return writer.bytes(segment)[len(_header(0)) :]
 
 
 def view(whole: memoryview) -> Columns | None:
@@ -338,27 +301,23 @@ def _metadata(shape: _Shape, text: bytes, n_routed: int, before: bytes) -> dict[
     }
 
 
-def _encode_by_pyarrow(segment: Segment) -> list[Any]:
+def _written_by_pyarrow(segment: Segment) -> bytes:
     """pyarrow's own messages. Where the parts stand in them is not known, so they stand once more
     behind the end of the stream, for the trailer to name.
     """
     batch, text = to_batch(segment), segment.text.encode()
     shape = _shape_of(segment, len(text))
-    routed, before = segment.routed_experts, segment.routed_before
-    messages = [bytes(batch.schema.serialize()), bytes(batch.serialize()), _END_OF_STREAM]
+    before = segment.routed_before
+    messages = bytes(batch.schema.serialize()) + bytes(batch.serialize()) + _END_OF_STREAM
     rows_before = b"" if before is None else before.tobytes()
-    pad = bytes(shape.n % 2 * 4)
-    body: list[bytes] = []
-    for column in (segment.token_ids, segment.labels, segment.logprobs, segment.model_steps):
-        body += column.tobytes(), pad
-    if routed is not None:
-        body.append(_routing_bytes(routed, shape.n))
-    text_at = sum(map(len, messages))
+    body = _body(segment)
+    text_at = len(messages)
     before_at = text_at + len(text)
     body_at = before_at + len(rows_before)
-    nbytes = body_at + sum(map(len, body)) + _TRAILER.size
+    nbytes = body_at + len(body) + _TRAILER.size
     trailer = _trailer(shape, segment.n_routed, nbytes, body_at, text_at, before_at)
-    return [*messages, text, rows_before, *body, trailer, b"%010d" % len(text)]
+    digits = b"%010d" % len(text)
+    return b"".join((_header(nbytes), messages, text, rows_before, body, trailer, digits))
 
 
 def _trailer(
@@ -383,55 +342,63 @@ def _trailer(
     return whole[:-_DIGITS]
 
 
-def _new_frame(key: tuple[Any, ...], segment: Segment, n_text: int) -> _Frame | None:
-    """The frame of this segment and all like it, kept; None where pyarrow's layout is another."""
-    shape = _shape_of(segment, n_text)
+def _frame_of(segment: Segment) -> _Frame | bytes:
+    """The frame of this segment and all like it; all bytes where pyarrow's layout is another."""
+    shape = _shape_of(segment, len(segment.text.encode()))
     layout = _layout(shape)
     if layout is None:
-        return None
-    schema = bytearray(layout.schema)
-    at = layout.n_routed_at
-    schema[at : at + _DIGITS] = b"%010d" % segment.n_routed
-    text_end = layout.text_at + shape.text_class
-    rows_end = layout.rows_at + shape.before * shape.row_nbytes
+        return _written_by_pyarrow(segment)
+    message, text_at, rows_at, digits_at, n_routed_at = layout.schema
+    schema = bytearray(message)
+    schema[n_routed_at : n_routed_at + _DIGITS] = b"%010d" % segment.n_routed
+    rows_end = rows_at + shape.before * shape.row_nbytes
     body_at = len(schema) + len(layout.batch_head)
     tail_nbytes = 0
     if segment.routed_experts is not None:
         tail_nbytes = _routing_tail(segment.routed_experts, shape.n)
     nbytes = body_at + layout.body_nbytes + _TRAILER.size
-    trailer = _trailer(shape, segment.n_routed, nbytes, body_at, layout.text_at, layout.rows_at)
-    if len(_FRAMES) >= FRAMES_MAX:
-        _FRAMES.clear()
-    frame = _FRAMES[key] = _Frame(
-        head=bytes(schema[: layout.text_at]),
+    trailer = _trailer(shape, segment.n_routed, nbytes, body_at, text_at, rows_at)
+    return _Frame(
         text_class=shape.text_class,
-        before_rows=bytes(schema[text_end : layout.rows_at]),
-        before_digits=bytes(schema[rows_end : layout.digits_at]),
-        to_body=bytes(schema[layout.digits_at + _DIGITS :]) + layout.batch_head,
-        pad=bytes(shape.n % 2 * 4),
+        head=_header(nbytes) + bytes(schema[:text_at]),
+        before_rows=bytes(schema[text_at + shape.text_class : rows_at]),
+        before_digits=bytes(schema[rows_end:digits_at]),
+        to_body=bytes(schema[digits_at + _DIGITS :]) + layout.batch_head,
         tail=bytes(tail_nbytes) + trailer,
     )
-    return frame
 
 
-class _Layout(NamedTuple):
-    """pyarrow's messages of one shape, and where in the schema message the varying parts stand."""
+def _header(nbytes: int) -> bytes:
+    """Stands before the stream of a record batch in the arena."""
+    return headers.pack(headers.Kind.ARROW, nbytes, text=Sort.BATCH.value)
 
-    schema: bytes
-    batch_head: bytes
-    body_nbytes: int
+
+#: Writes segments into the arena: `append`, `put`.
+writer = SegmentWriter(_frame_of, FRAMES_MAX)
+
+
+class _SchemaLayout(NamedTuple):
+    """pyarrow's schema message, and where in it the varying parts stand."""
+
+    message: bytes
     text_at: int
     rows_at: int
     digits_at: int
     n_routed_at: int
 
 
+class _Layout(NamedTuple):
+    """pyarrow's messages of one shape; of the batch's, what stands before the columns."""
+
+    schema: _SchemaLayout
+    batch_head: bytes
+    body_nbytes: int
+
+
 @functools.lru_cache(maxsize=SHAPES_MAX)
-def _layout(shape: _Shape) -> _Layout | None:
-    """None when pyarrow lays the messages out in another way than we fill them in."""
-    if shape.n == 0:
-        return None
-    schema = _schema_message(shape, {})
+def _schema_layout(shape: _Shape) -> _SchemaLayout | None:
+    """The same for all numbers of tokens: ask with 0. None as `_layout`."""
+    message = _schema_message(shape, {})
     text_at = _place(shape, "text", shape.text_class)
     digits_at = _place(shape, "text_nbytes", _DIGITS)
     n_routed_at = _place(shape, "n_routed", _DIGITS)
@@ -440,13 +407,21 @@ def _layout(shape: _Shape) -> _Layout | None:
         rows_at = _place(shape, "routed_before", shape.before * shape.row_nbytes)
     if not 0 <= text_at < rows_at <= digits_at or n_routed_at < 0:
         return None
-    batch = bytes(_zero_batch(shape).serialize())
-    column = shape.n * 4 + -(shape.n * 4) % 8
-    body_nbytes = 4 * column + shape.n * shape.row_nbytes + -(shape.n * shape.row_nbytes) % 8
-    head = 8 + int.from_bytes(batch[4:8], "little")
-    if len(batch) != head + body_nbytes or not _same_as_pyarrow(shape, schema, batch[:head]):
+    return _SchemaLayout(message, text_at, rows_at, digits_at, n_routed_at)
+
+
+@functools.lru_cache(maxsize=SHAPES_MAX)
+def _layout(shape: _Shape) -> _Layout | None:
+    """None when pyarrow lays the messages out in another way than we fill them in."""
+    schema = _schema_layout(dataclasses.replace(shape, n=0)) if shape.n else None
+    if schema is None:
         return None
-    return _Layout(schema, batch[:head], body_nbytes, text_at, rows_at, digits_at, n_routed_at)
+    sample = _sample(shape)
+    message, body = bytes(to_batch(sample).serialize()), _body(sample)
+    body_at = 8 + int.from_bytes(message[4:8], "little")
+    if message[body_at:] != body:
+        return None
+    return _Layout(schema, message[:body_at], len(body))
 
 
 def _schema_message(shape: _Shape, changes: Mapping[str, bytes]) -> bytes:
@@ -467,42 +442,28 @@ def _place(shape: _Shape, name: str, nbytes: int) -> int:
     return at if len(differs) == nbytes == int(differs[-1]) + 1 - at else -1
 
 
-def _zero_batch(shape: _Shape) -> pa.RecordBatch:
-    return to_batch(_sample(shape, 0))
-
-
-def _sample(shape: _Shape, value: int) -> Segment:
-    ints = np.full(shape.n, value, np.int32)
+def _sample(shape: _Shape) -> Segment:
+    """A segment of this shape; each column holds another number."""
     routed = before = None
     if shape.dtype is not None:
-        routed = np.full((shape.n, shape.layers, shape.top_k), value, shape.dtype)
+        routed = np.full((shape.n, shape.layers, shape.top_k), 5, shape.dtype)
         if shape.before:
             before = routed[:1].repeat(shape.before, axis=0)
     return Segment(
-        token_ids=ints,
-        labels=ints + value,
-        logprobs=np.full(shape.n, value + 0.5, np.float32),
-        model_steps=ints + 2 * value,
+        token_ids=np.full(shape.n, 1, np.int32),
+        labels=np.full(shape.n, 2, np.int32),
+        logprobs=np.full(shape.n, 3.5, np.float32),
+        model_steps=np.full(shape.n, 4, np.int32),
         text="x" * (shape.text_class // 2 + 1),
         routed_experts=routed,
         routed_before=before,
     )
 
 
-def _same_as_pyarrow(shape: _Shape, schema: bytes, batch_head: bytes) -> bool:
-    """Whether pyarrow reads from this layout just what was put in, column by column."""
-    sample = _sample(shape, 3)
-    body = b"".join(
-        column.tobytes() + b"\0" * (-column.nbytes % 8)
-        for column in (sample.token_ids, sample.labels, sample.logprobs, sample.model_steps)
-    )
-    if sample.routed_experts is not None:
-        body += _routing_bytes(sample.routed_experts, shape.n)
-    stream = schema + batch_head + body
-    batch = pa.ipc.open_stream(pa.py_buffer(stream)).read_next_batch()
-    columns = [column.to_pylist() for column in batch.columns[:4]]
-    wanted = [column.to_pylist() for column in to_batch(sample).columns[:4]]
-    same_routing = sample.routed_experts is None or bool(
-        (batch.column(4).storage.flatten().to_numpy() == 3).all()
-    )
-    return columns == wanted and same_routing
+def _body(segment: Segment) -> bytes:
+    """The columns behind each other, each filled up to 8 bytes."""
+    body = b""
+    for column in (segment.token_ids, segment.labels, segment.logprobs, segment.model_steps):
+        body += column.tobytes() + bytes(-column.nbytes % 8)
+    routed = segment.routed_experts
+    return body if routed is None else body + _routing_bytes(routed, len(segment))

@@ -295,7 +295,7 @@ def _put(
     head = metadata.get(_HEADER)
     if head is None:
         segment = segment_codec.read(batch.replace_schema_metadata(metadata)).as_segment()
-        return store.put_stream(segment_codec.encode(segment), session=session_id, parent=parent)
+        return segment_codec.writer.put(store, segment, session_id, None, parent)
     ref = store.put_parts(head, [batch.column(0).to_numpy()], session_id, None, parent)
     if headers.unpack(memoryview(store.pin(ref))).kind is Kind.PICKLE:
         raise ValueError("one of them holds a pickle, and those are never read from disk")

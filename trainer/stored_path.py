@@ -25,7 +25,7 @@ from trainer.engine.protocol import Generation
 from trainer.errors import EngineError
 from trainer.group_context import GroupContext, Tokens, joined, same
 from trainer.record import Recorded
-from trainer.segment import IGNORE_LABEL, NO_MODEL_STEP, Segment, narrowest_unsigned
+from trainer.segment import IGNORE_LABEL, NO_MODEL_STEP, Segment
 
 __all__ = ["StoredPath"]
 
@@ -143,21 +143,20 @@ class StoredPath:
                 f"the engine returned {k} tokens, {len(generation.logprobs)} log-probs and "
                 f"{len(generation.model_steps)} model steps"
             )
-        info, routed = self._context.info, generation.routed_experts
-        if not info.routes or k == 0:
+        context, routed = self._context, generation.routed_experts
+        if context.routing_type is None or k == 0:
             if routed is not None:
                 generation = dataclasses.replace(generation, routed_experts=None)
             return generation
         if routed is None:
             raise EngineError(f"the engine returned {k} tokens without routed experts")
-        n_said = sum([len(tokens) for tokens in self.said])
-        wanted = (self.length + n_said + k - 1 - self.n_routed, info.n_layers_moe, info.top_k)
+        n_rows = self.length + sum(map(len, self.said)) + k - 1 - self.n_routed
+        wanted = (n_rows, context.info.n_layers_moe, context.info.top_k)
         if routed.shape != wanted:
             raise EngineError(f"routed experts have shape {routed.shape}; {wanted} was asked for")
-        narrow = narrowest_unsigned(info.n_experts)
-        if routed.dtype is narrow:
+        if routed.dtype is context.routing_type:
             return generation
-        narrowed: Routing = routed.astype(narrow)
+        narrowed: Routing = routed.astype(context.routing_type)
         return dataclasses.replace(generation, routed_experts=narrowed)
 
     def store(self, generation: Generation) -> Tokens:
@@ -196,9 +195,16 @@ class StoredPath:
             segment, self._unstored = self._unstored, None
             if waits_for_prompt and context.prompt_tokens is not None:
                 return  # a mate has stored it, and the next that is stored is another segment
+            if waits_for_prompt and context.no_room is not None:  # and the group has failed
+                raise StoreFull(f"a mate waited for room in vain: {context.no_room}")
             if segment is not None:
                 wait_s = context.arena_wait_s
-                self._apart = await asyncio.to_thread(context.traces.put_apart, segment, wait_s)
+                try:
+                    self._apart = await asyncio.to_thread(context.traces.put_apart, segment, wait_s)
+                except StoreFull as error:
+                    if waits_for_prompt:
+                        context.no_room = error
+                    raise
 
     def _rows(self, generation: Generation, n: int) -> tuple[Routing | None, Routing | None]:
         """Of the routing, what the end of the path lacks, and that of `n` tokens behind it."""
@@ -283,9 +289,9 @@ class StoredPath:
             if steps is not None:
                 self._sampled_nodes.add(node)
                 self.n_sampled += n
-                known = steps.tolist()  # a handful: numpy's reductions cost more than the list
+                known = set(steps.tolist())  # one, or few: numpy's reductions cost more
                 if self.step_min is not None and self.step_max is not None:
-                    known += (self.step_min, self.step_max)
+                    known |= {self.step_min, self.step_max}
                 self.step_min, self.step_max = min(known), max(known)
             elif self.step_min is None:
                 self.n_prompt_nodes += 1

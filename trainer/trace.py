@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shmstore import headers
-from shmstore.arrow import STREAM_HEADS
 from trainer import segment_codec
 from trainer.errors import BadSegment, RoutingGap, TraceError, TraceMismatch
 from trainer.rollout import Rollout
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from shmstore import Entry, ObjectRef, Store
 
 __all__ = ["Match", "TraceStore"]
-
-#: Stands before the stream of a record batch in the arena.
-_HEAD = STREAM_HEADS["batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +69,7 @@ class TraceStore:
         """
         if type(segment) is not Segment:
             _check_segment(segment)
-        parts = segment_codec.encode(segment)
-        return self._store.append_parts(session_id, _HEAD, parts, parent, timeout)
+        return segment_codec.writer.append(self._store, session_id, segment, parent, timeout)
 
     def insert_shared(
         self,
@@ -98,13 +93,13 @@ class TraceStore:
         session is written to behind its back.
         """
         _check_segment(segment)
-        return self._store.put_stream(segment_codec.encode(segment), timeout=timeout)
+        return segment_codec.writer.put(self._store, segment, None, timeout)
 
     def attach(
         self, session_ids: Sequence[str], ref: ObjectRef, parent: int | None = None
     ) -> list[int]:
         """Add a stored segment to sessions; as `insert_shared`."""
-        return [self._sessions.attach(session_id, ref, parent) for session_id in session_ids]
+        return self._store.session_attach_to_all(session_ids, ref, parent)
 
     def segment(self, session_id: str, node: int) -> Segment:
         """One segment as read-only views; they pin its bytes while they are kept."""

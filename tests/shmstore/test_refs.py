@@ -360,28 +360,28 @@ def test_put_stream_gathers_an_arrow_stream_from_parts(store: Store) -> None:
         store.put_stream([stream], sort="no such")
 
 
-def test_append_parts_gathers_into_a_session_and_says_where(store: Store) -> None:
+def test_put_parts_gathers_into_a_session(store: Store) -> None:
     head = headers.pack(headers.Kind.BYTES, 0)
     store.sessions.open("s", owner="o")
     column = np.arange(3, dtype="<u2")
     parts = [b"ab", "é", bytearray(b"c"), column, memoryview(b"xyz")[::1], column[:0]]
-    assert store.append_parts("s", head, parts) == 0
-    assert store.append_parts("s", head, (b"second",), 0) == 1
+    store.put_parts(head, parts, "s")
+    store.put_parts(head, (b"second",), "s", parent=0)
     first, second = store.sessions.objects("s")
     assert store.get(first.ref) == b"ab\xc3\xa9c" + column.tobytes() + b"xyz"
     assert (store.get(second.ref), second.parent) == (b"second", 0)
 
 
-def test_append_parts_leaves_nothing_behind_when_it_is_refused(store: Store) -> None:
+def test_put_parts_leaves_nothing_behind_when_it_is_refused(store: Store) -> None:
     head = headers.pack(headers.Kind.BYTES, 0)
     store.sessions.open("s", owner="o")
     with pytest.raises(SessionReleased):
-        store.append_parts("gone", head, [b"x"])
+        store.put_parts(head, [b"x"], "gone")
     with pytest.raises(StoreError, match="parent 5"):
-        store.append_parts("s", head, [b"x"], 5)
+        store.put_parts(head, [b"x"], "s", parent=5)
     for strided in (np.arange(6)[::2], memoryview(b"abcdef")[::2]):
         with pytest.raises(NotStorable, match="contiguous bytes"):
-            store.append_parts("s", head, [b"x", strided])
+            store.put_parts(head, [b"x", strided], "s")
     with pytest.raises(UnicodeEncodeError):
-        store.append_parts("s", head, ["\ud800"])
+        store.put_parts(head, ["\ud800"], "s")
     assert (store.stats().objects, store.stats().used) == (0, 0)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shmstore import Store, StoreFull
+from shmstore import ObjectRef, Store, StoreFull
 from shmstore.testing import temporary_store
 from tests.trainer.lifecycle.kit import (
     WIDE,
@@ -15,6 +15,9 @@ from tests.trainer.lifecycle.kit import (
     desk,
 )
 from trainer.engine.scripted import Script
+from trainer.errors import EndOfData
+from trainer.segment import Segment
+from trainer.trace import TraceStore
 
 
 def _fill(store: Store, session_id: str, size: int) -> None:
@@ -80,3 +83,27 @@ async def test_a_rollout_that_gave_up_waiting_for_room_is_not_written_to_afterwa
             store.sessions.release_owned("somebody")
             await asyncio.get_running_loop().shutdown_default_executor()  # the threads are done
             assert [made.traces.length(session_id) for session_id in held] == [0] * len(held)
+
+
+async def test_mates_wait_for_room_for_their_prompt_together_and_not_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their group has failed with the first."""
+    waited = []
+    put_apart = TraceStore.put_apart
+
+    def counted(traces: TraceStore, segment: Segment, wait_s: float | None = None) -> ObjectRef:
+        if wait_s is not None:
+            waited.append(wait_s)
+        return put_apart(traces, segment, wait_s)
+
+    monkeypatch.setattr(TraceStore, "put_apart", counted)
+    with temporary_store("4MiB") as store:
+        _fill_up(store)
+        produce = {"arena_wait_s": 0.1, "groups_max": 1}
+        dispatch = {**WIDE, "group_size": 4, "useless_in_row_max": 2}
+        async with desk(store, script=Script(), dispatch=dispatch, produce=produce) as made:
+            with pytest.raises(EndOfData, match=r"2 groups in a row .* StoreFull: no room for"):
+                await made.dispatcher.take(1, owner="learner", timeout=100)
+        store.sessions.release_owned("somebody")
+    assert waited == [0.1, 0.1], "once a group"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shmstore.arrow import SegmentWriter
 from trainer import segment_codec
 from trainer.errors import TraceError
 from trainer.segment import Segment
@@ -40,6 +41,7 @@ def _decode(segment: Segment) -> pa.RecordBatch:
     return pa.ipc.open_stream(pa.py_buffer(segment_codec.stream(segment))).read_next_batch()
 
 
+@settings(deadline=None)  # pyarrow takes a while at its first call
 @given(segments(), st.binary(max_size=70))
 def test_what_is_written_is_read_back_to_the_bit(segment: Segment, header: bytes) -> None:
     whole = header + segment_codec.stream(segment)
@@ -66,12 +68,36 @@ def _check(segment: Segment, columns: segment_codec.Columns) -> None:
         np.testing.assert_array_equal(columns.routed_before, segment.routed_before)
 
 
+@settings(deadline=None)
 @given(segments())
 def test_the_fast_writer_and_pyarrow_write_the_same_batch(segment: Segment) -> None:
     fast, slow = _decode(segment), segment_codec.to_batch(segment)
     assert fast.schema.equals(slow.schema, check_metadata=True)
     assert fast.equals(slow)
     fast.validate(full=True)
+
+
+@settings(deadline=None)
+@given(segments())
+def test_all_segments_with_tokens_are_written_between_frames(segment: Segment) -> None:
+    """And not by pyarrow, which is slow: this one lays its messages out as we do."""
+    assert isinstance(segment_codec._frame_of(segment), tuple) == bool(len(segment))
+
+
+def test_where_pyarrow_lays_messages_out_in_another_way_its_own_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    segment = Segment([1], [1], [0.0], [0], "other", np.full((1, 3, 2), 7, np.uint8))
+    wanted, body = segment_codec.to_batch(segment), segment_codec._body(segment)
+    segment_codec._layout.cache_clear()
+    monkeypatch.setattr(segment_codec, "_body", lambda given: body[::-1])
+    writer = SegmentWriter(segment_codec._frame_of, 8)
+    whole = segment_codec._frame_of(segment)
+    segment_codec._layout.cache_clear()
+    assert isinstance(whole, bytes)
+    assert writer.bytes(segment) == whole
+    stream = whole[segment_codec.headers.unpack(memoryview(whole)).payload_offset :]
+    assert pa.ipc.open_stream(pa.py_buffer(stream)).read_next_batch().equals(wanted)
 
 
 def test_the_schema_is_the_one_of_the_contract() -> None:
@@ -81,11 +107,13 @@ def test_the_schema_is_the_one_of_the_contract() -> None:
     assert schema.field("routed_experts").type == pa.fixed_shape_tensor(pa.uint8(), (3, 2))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_bytes_that_are_no_segment_are_not_taken_for_one(raw: bytes) -> None:
     assert segment_codec.view(memoryview(raw)) is None
 
 
+@settings(deadline=None)
 @given(segments(), st.data())
 def test_an_overwritten_trailer_is_an_error_of_ours_or_changes_no_length(
     segment: Segment, data: st.DataObject

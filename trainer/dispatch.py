@@ -57,7 +57,7 @@ class Dispatcher:
         self._deaths: Counter[str] = Counter()
         self._held: set[str] = set()
         self._resting = False
-        self._ahead: int | None = None  # the weights for which work is handed out in advance
+        self._ahead: list[int] = []  # weights on their way for which work is handed out
         buffer.on_change(self._wake)
 
     # -- producers -------------------------------------------------------------------------------
@@ -71,8 +71,7 @@ class Dispatcher:
             self.buffer.waiting.raise_failure()
             if self._deaths[owner] != deaths:
                 raise PartFailed(owner, "it died while it waited for work")
-            held = self._resting or owner in self._held
-            works = [] if held else self._draw_now(owner, n)
+            works = [] if owner in self._held else self._draw_now(owner, n)
             if works:
                 return works
             waiter = asyncio.get_running_loop().create_future()
@@ -101,21 +100,27 @@ class Dispatcher:
         """Give nobody work until `work`; -> whether nothing is in production, so that every
         producer is at rest already.
         """
-        self._resting, self._ahead = True, None
+        self._resting, self._ahead = True, []
         return not self._in_production
 
     def work(self) -> None:
         """The reverse of `rest`."""
-        self._resting, self._ahead = False, None
+        self._resting, self._ahead = False, []
         self._wake()
 
     def work_ahead(self, model_step: int) -> None:
-        """Until `rest` or `work`, hand out what is to be begun with the weights of `model_step`,
-        which the engines will have soon. Only new groups: where others wait to be gone on with,
-        these come first, and nothing is handed out yet.
+        """Hand out, too, what is to be begun with the weights of `model_step`, which the engines
+        will have soon; until they have them, or until `rest` or `work`. Only new groups: where
+        others wait to be gone on with, these come first.
         """
-        self._resting, self._ahead = False, check_step(model_step)
+        if check_step(model_step) not in self._ahead:
+            self._ahead.append(model_step)
         self._wake()
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether something is handed out for weights that are still to come."""
+        return bool(self._ahead)
 
     async def put(self, group: Group, *, owner: str, timeout: float | None = None) -> Status:
         """Take back a drawn group; see `ReplayBuffer.put`. A member that had too many attempts
@@ -225,6 +230,7 @@ class Dispatcher:
         """
         if model_step is not None:
             self.model_step = max(self.model_step, check_step(model_step))
+            self._ahead = [step for step in self._ahead if step > self.model_step]
         if train_step is not None:
             self.train_step = max(self.train_step, check_step(train_step))
             self.buffer.settle_all()  # what is booked as trained is not looked for as fallen
@@ -354,36 +360,48 @@ class Dispatcher:
         self._shares.judge(group, status)
 
     def _draw_now(self, owner: str, n: int) -> list[Work]:
+        """For the weights that the engines run, then for those on their way, in their order."""
         self._shares.notice_ends_of_data()
-        model_step = self.model_step if self._ahead is None else self._ahead
-        targets = self._shares.targets(model_step, self.train_step)
         works: list[Work] = []
+        for weights in [*([] if self._resting else [None]), *self._ahead]:
+            self._draw_for(weights, owner, n, works)
+        return works
+
+    def _draw_for(self, weights: int | None, owner: str, n: int, works: list[Work]) -> None:
+        """Adds to `works`, up to `n`. What waits for later weights than these is of no help."""
+        model_step = self.model_step if weights is None else weights
+        targets = self._shares.targets(model_step, self.train_step)
+        later = Counter(
+            work.task
+            for work, _ in self._in_production.values()
+            if work.model_step is not None and work.model_step > model_step
+        )
         while len(works) < n:
             try:
-                work = self._draw_one(owner, targets)
+                work = self._draw_one(owner, weights, self._shares.behind(targets, later))
             except Exception:
                 if works:
-                    break  # these are in production now; the next draw raises it again
+                    return  # these are in production now; the next draw raises it again
                 raise
             if work is None:
-                break
+                return
             self._in_production[work.uid] = (work, owner)
             self._shares.drawn(work.task)
             works.append(work)
-        return works
 
-    def _draw_one(self, owner: str, targets: Mapping[str, int]) -> Work | None:
-        """From the task that is furthest behind its target, whatever may be drawn there."""
-        for task in self._shares.behind(targets):
-            work = self._draw_of(task, owner)
+    def _draw_one(self, owner: str, weights: int | None, tasks: Sequence[str]) -> Work | None:
+        """From the first of the tasks of which something may be drawn."""
+        for task in tasks:
+            only_tail = self._shares.only_tail(task)
+            if weights is None:
+                work = self._draw_of(task, owner, only_tail)
+            else:
+                work = self._draw_ahead(task, owner, only_tail, weights)
             if work is not None:
                 return work
         return None
 
-    def _draw_of(self, task: str, owner: str) -> Work | None:
-        only_tail = self._shares.only_tail(task)
-        if self._ahead is not None and self._some_to_go_on_with(task):
-            return None
+    def _draw_of(self, task: str, owner: str, only_tail: bool) -> Work | None:
         group = self._lend(task, owner, only_tail)
         if group is not None:
             assert group.prompt is not None, group.uid
@@ -392,11 +410,16 @@ class Dispatcher:
         drawn = None if only_tail else self.sampler.draw(task, owner)
         if drawn is None:
             return None
-        return Work(drawn.ticket, task, drawn.prompt, drawn.attempt, model_step=self._ahead)
+        return Work(drawn.ticket, task, drawn.prompt, drawn.attempt)
 
-    def _some_to_go_on_with(self, task: str) -> bool:
-        waiting = (Status.ABORTED, Status.EXPIRED)
-        return any(self.buffer.count(task, status) for status in waiting)
+    def _draw_ahead(self, task: str, owner: str, only_tail: bool, weights: int) -> Work | None:
+        to_go_on_with = (Status.ABORTED, Status.EXPIRED)
+        if only_tail or any(self.buffer.count(task, status) for status in to_go_on_with):
+            return None
+        drawn = self.sampler.draw(task, owner)
+        if drawn is None:
+            return None
+        return Work(drawn.ticket, task, drawn.prompt, drawn.attempt, model_step=weights)
 
     def _lend(self, task: str, owner: str, only_tail: bool) -> Group | None:
         if self.buffer.expiry.tail.may_retry(only_tail):

@@ -180,7 +180,7 @@ class _Run:
         self.dispatcher = parts.dispatcher
         self._loop = asyncio.get_running_loop()
         self._resumed_at = self._paused_at = self._loop.time()
-        self._paused = self._told = self._ahead = False
+        self._paused = self._told = False
         self._trained = config.first_step - 1
         self._beside: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[Any] | None = None
@@ -189,6 +189,11 @@ class _Run:
     def steps(self) -> range:
         """Train steps of this run."""
         return range(self.config.first_step, self.config.steps + 1)
+
+    @property
+    def told(self) -> bool:
+        """Whether the producers have been told of the rest that there is."""
+        return self._told
 
     @property
     def stopping(self) -> bool:
@@ -283,6 +288,9 @@ class _Run:
 
     async def _take_again(self, step: int) -> Batch:
         """A batch for a learner's successor; producers at rest work on if a new one is needed."""
+        if not self._paused and self.dispatcher.works_ahead and not self.dispatcher.ready(step):
+            await self.pause()  # what was prepared may be what is needed now
+            await self.resume()
         if not self._paused or self.dispatcher.ready(step):
             return (await self.take(step))[0]
         await self.rest_again()
@@ -305,24 +313,16 @@ class _Run:
         return PauseReport(0, 0, 0.0)
 
     def work_ahead(self, step: int) -> None:
-        """While `step` is trained, let the producers at rest prepare what they begin with its
-        weights.
-
-        Not where an evaluation or a checkpoint comes in between, which finds nothing drawn; and not
-        where they have groups of the last batch to go on with.
-        """
+        """While `step` is trained, let the producers prepare what they begin with its weights."""
         last = step == self.config.steps or self.stopping
-        if self.parts.prepares and not (self._told or last or self.due(step)):
-            self._ahead = True
+        if self.parts.prepares and not last:
             self.dispatcher.work_ahead(step)
 
     async def rest_again(self) -> None:
         """What was prepared is given back: the weights are not for it."""
-        if self._ahead:
-            self._ahead = False
-            if not self.dispatcher.rest():
-                self._told = True
-                await self.parts.producer.pause(self.config.pause_timeout_s)
+        if self.dispatcher.works_ahead and not self.dispatcher.rest():
+            self._told = True
+            await self.parts.producer.pause(self.config.pause_timeout_s)
 
     async def pause(self) -> PauseReport:
         """Stop the producers, and book how long they had worked. One that is started meanwhile, in
@@ -341,7 +341,7 @@ class _Run:
 
     async def resume(self) -> None:
         """Let the producers go on, and book how long they had stood still."""
-        self._paused = self._ahead = False
+        self._paused = False
         self.dispatcher.work()
         if self._told:
             await self.parts.producer.resume()
@@ -427,6 +427,8 @@ async def _run_async(run: _Run) -> None:
         await run.unless_stopped(run.parts.evaluate(config.first_step - 1))
     for step in run.steps:
         batch, wait_s = await run.take(step)
+        if config.sync_mode == "in_flight" and step % config.sync_interval == 0:
+            run.work_ahead(step)
         metrics, train_s, batch = await run.train(step, batch)
         report = StepReport(step, metrics, batch, wait_s, train_s, 0.0)
         await run.settle()
@@ -457,7 +459,10 @@ async def _run_sync(run: _Run) -> None:
         pause = await run.rest()
         if devices is not None:
             await devices.to_learner()
-        run.work_ahead(step)
+        # An evaluation or a checkpoint finds nothing drawn; and where the last batch had more than
+        # it needed, the producers have that to go on with.
+        if devices is None and not (run.told or run.due(step)):
+            run.work_ahead(step)
         metrics, train_s, batch = await run.train(step, batch)
         if run.stopping:
             await run.rest_again()

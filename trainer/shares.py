@@ -160,9 +160,16 @@ class TaskShares:
                 targets[task] = max(targets[task], need)
         return targets
 
-    def behind(self, targets: Mapping[str, int]) -> list[str]:
-        """The tasks of which more may be drawn, the one furthest behind its target first."""
-        shortfalls = {task: self._shortfall(task, target) for task, target in targets.items()}
+    def behind(self, targets: Mapping[str, int], later: Mapping[str, int] = {}) -> list[str]:
+        """The tasks of which more may be drawn, the one furthest behind its target first. `later`:
+        how many of those in production are not begun in time to count.
+        """
+        shortfalls = {
+            task: self._shortfall(
+                task, target, self._tasks[task].in_production - later.get(task, 0)
+            )
+            for task, target in targets.items()
+        }
         return sorted((t for t in shortfalls if shortfalls[t] > 0), key=lambda t: -shortfalls[t])
 
     def only_tail(self, task: str) -> bool:
@@ -175,26 +182,26 @@ class TaskShares:
         )
         return state.tail_active
 
-    def _shortfall(self, task: str, target: int) -> float:
+    def _shortfall(self, task: str, target: int, coming: int) -> float:
         """What of the target is still missing, as a fraction of it; 0 or less: do not draw."""
         state = self._tasks[task]
         if state.ended is not None or target == 0:
             return 0.0
         over_sampling = 0.0 if state.tail_active else self._config.over_sampling
         completed = self._buffer.count(task, Status.COMPLETED)
-        if completed >= target or not self._has_room(task):
+        if completed >= target or not self._has_room(task, coming):
             return 0.0
         limit = math.ceil(target * (1 + over_sampling))
-        return (limit - completed - state.in_production) / target
+        return (limit - completed - coming) / target
 
-    def _has_room(self, task: str) -> bool:
+    def _has_room(self, task: str, coming: int) -> bool:
         """The byte limit, with what is in production counted at the mean size of a group."""
         if self._buffer.max_bytes is None:
             return True
-        if self._buffer.waiting.lacking(task) > self._tasks[task].in_production:
+        if self._buffer.waiting.lacking(task) > coming:
             return True
-        coming = sum(state.in_production for state in self._tasks.values()) + 1
-        return self._buffer.waiting.has_room(task, int(coming * self._buffer.group_nbytes_mean))
+        all_coming = sum(state.in_production for state in self._tasks.values()) + 1
+        return self._buffer.waiting.has_room(task, int(all_coming * self._buffer.group_nbytes_mean))
 
     # -- what becomes of a task ------------------------------------------------------------------
 

@@ -368,7 +368,7 @@ class _World:
             checkpoint=self.checkpoint,
             on_step=self.on_step,
             devices=self if plan.schedule == "colocated" else None,
-            prepares=plan.schedule == "sync" and plan.seed % 3 > 0,
+            prepares=plan.seed % 3 > 0,
         )
         config = ScheduleConfig(
             steps=plan.steps,

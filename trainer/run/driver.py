@@ -116,7 +116,6 @@ class Driver:
             self._summary.warnings += [p for p in problems if p not in self._summary.warnings]
 
     def _schedule_parts(self, stop: asyncio.Event) -> ScheduleParts:
-        colocated = self._config.schedule.name == "colocated"
         return ScheduleParts(
             dispatcher=self._dispatcher,
             learner=self,
@@ -125,8 +124,8 @@ class Driver:
             evaluate=self._evaluate_first_or_due,
             checkpoint=self._checkpoint_due,
             on_step=self._step_ended,
-            devices=self._parts if colocated else None,
-            prepares=not colocated,
+            devices=self._parts if self._config.schedule.name == "colocated" else None,
+            prepares=True,
             stop=stop,
         )
 

@@ -88,7 +88,7 @@ async def run_parts(
             parts.on_step,
             parts if name == "colocated" else None,
             stop or asyncio.Event(),
-            prepares=prepares and name == "sync",
+            prepares=prepares,
         ),
         ScheduleConfig(**{"steps": 4, "take_timeout_s": 1e4, **config}),
     )

@@ -3,7 +3,7 @@
 Owns the command line of the store, also reachable as `python -m shmstore`. Every command has
 `--json`: one JSON document on stdout and nothing else. Exit statuses: 0 all is well, 1 something is
 wrong with what was looked at (unsound, debris left), 2 the command could not be done (no such
-arena, usage).
+arena, usage), 130 interrupted.
 
     ls                 arenas of this user          check NAME         full audit; 1 when unsound
     stat NAME          what it holds, by owner      rm NAME [--force]  unlink; force: a live one too
@@ -27,7 +27,7 @@ from .errors import StoreError, StoreNotFound
 from .store import Store
 from .usage import Stats, format_size
 
-OK, WRONG, FAILED = 0, 1, 2
+OK, WRONG, FAILED, INTERRUPTED = 0, 1, 2, 130
 TOP_INTERVAL_S_MIN = 0.1
 
 
@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print_json({"error": type(error).__name__, "message": str(error)})
         print(f"shmrl store: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        return OK
+    except KeyboardInterrupt:  # how one leaves `top`
+        return OK if arguments.run is _top else INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return OK

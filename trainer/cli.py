@@ -5,7 +5,8 @@ inside the command that needs them, so that `shmrl store ls` answers at once.
 
 Exit statuses: 0 done; 1 the run or command failed, or what looks for faults (`doctor`, `store
 check`) has found one, as `diff` and `grep` say it; 2 usage or configuration; 3 something of the run
-was left in the arena (its owners are printed); 130 interrupted (Ctrl-C).
+was left in the arena (its owners are printed); 130 interrupted (Ctrl-C, SIGTERM, a terminal that
+was closed).
 """
 
 from __future__ import annotations

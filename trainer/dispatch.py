@@ -121,8 +121,7 @@ class Dispatcher:
         """Take back a drawn group; see `ReplayBuffer.put`. A member that had too many attempts
         fails it.
         """
-        group = self._as_drawn(group, owner)
-        return self._put(group, await self.buffer.put(group, owner=owner, timeout=timeout))
+        return await self._put_alone(group, owner, timeout, carried=False)
 
     async def put_all(
         self, groups: Sequence[Group], *, owner: str, carried: bool = False
@@ -135,11 +134,13 @@ class Dispatcher:
         for group in groups:
             try:
                 if len(groups) == 1:
-                    outcomes.append(await self.put(group, owner=owner))
+                    outcomes.append(await self._put_alone(group, owner, None, carried))
                 else:
                     outcomes.append(self._put_at_once(group, owner, carried))
             except (TrainerError, StoreError) as error:
                 outcomes.append(error)
+        if len(groups) > 1:
+            self.buffer.changed()
         return outcomes
 
     async def cancel(self, group: Group, *, owner: str) -> int:
@@ -330,18 +331,27 @@ class Dispatcher:
             )
         return self._fail_stragglers(group)
 
+    async def _put_alone(
+        self, group: Group, owner: str, timeout: float | None, carried: bool
+    ) -> Status:
+        group = self._as_drawn(group, owner)
+        status = await self.buffer.put(group, owner=owner, timeout=timeout, carried=carried)
+        self._has_come_back(group, status)
+        self._wake()
+        return status
+
     def _put_at_once(self, group: Group, owner: str, carried: bool) -> Status | None:
         group = self._as_drawn(group, owner)
         status = self.buffer.put_at_once(group, owner=owner, carried=carried)
-        return status if status is None else self._put(group, status)
+        if status is not None:
+            self._has_come_back(group, status)
+        return status
 
-    def _put(self, group: Group, status: Status) -> Status:
+    def _has_come_back(self, group: Group, status: Status) -> None:
         """It is in the buffer, or has ended."""
         self._leave_production(group.uid)
         self.sampler.settle(group.uid)
         self._shares.judge(group, status)
-        self._wake()
-        return status
 
     def _draw_now(self, owner: str, n: int) -> list[Work]:
         self._shares.notice_ends_of_data()

@@ -103,20 +103,17 @@ class Expiry:
         It expires when its oldest token has staleness `>= (m + 1) * s`, and when its newest
         trainable token is older than `max_token_staleness`, because then none is left.
         """
-        return self._deadline((rollout,))
+        return self._deadline((rollout,), rollout.model_step_min)
 
     def group_deadline(self, group: Group) -> int | None:
         """The first train step at which some member is expired."""
-        return self._deadline(group.rollouts)
+        return self._deadline(group.rollouts, group.model_step_min)
 
-    def _deadline(self, rollouts: Sequence[Rollout]) -> int | None:
-        """Of the first of them."""
+    def _deadline(self, rollouts: Sequence[Rollout], oldest: int | None) -> int | None:
+        """Of the first of them; `oldest`: the step of their oldest token."""
         deadlines = []
-        if self.max_staleness is not None:
-            oldest = [r.model_step_min for r in rollouts if r.model_step_min is not None]
-            if oldest:
-                limit = (self.max_staleness + 1) * self.sync_interval
-                deadlines.append(min(oldest) + 1 + limit)
+        if self.max_staleness is not None and oldest is not None:
+            deadlines.append(oldest + 1 + (self.max_staleness + 1) * self.sync_interval)
         if self.max_token_staleness is not None:
             newest = [r.model_step_max for r in rollouts if r.model_step_max is not None]
             if newest:

@@ -10,7 +10,7 @@ doubled rollout shows as a difference. Owned by the replay buffer, on its loop.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from trainer.errors import LedgerError
 
@@ -34,8 +34,10 @@ class TaskBooks:
         return self.trained + self.failed + self.filtered + self.expired_dropped + self.cancelled
 
 
+_COUNTERS = tuple(f.name for f in fields(TaskBooks))
+
 #: The ways in which a rollout ends.
-ENDS = tuple(f.name for f in fields(TaskBooks) if f.name != "produced")
+ENDS = tuple(name for name in _COUNTERS if name != "produced")
 
 
 class Ledger:
@@ -56,15 +58,15 @@ class Ledger:
 
     def task(self, name: str) -> TaskBooks:
         """A copy of the counters of one task."""
-        return TaskBooks(**asdict(self._books(name)))
+        return TaskBooks(**_counts(self._books(name)))
 
     @property
     def total(self) -> TaskBooks:
         """Counters of all tasks together."""
         total = TaskBooks()
         for books in self._tasks.values():
-            for f in fields(TaskBooks):
-                setattr(total, f.name, getattr(total, f.name) + getattr(books, f.name))
+            for name, count in _counts(books).items():
+                setattr(total, name, getattr(total, name) + count)
         return total
 
     def balance(self, buffered: Mapping[str, int]) -> None:
@@ -82,17 +84,17 @@ class Ledger:
     def report(self, buffered: Mapping[str, int]) -> dict[str, object]:
         """All counters, in total and per task, with what is held now."""
         return {
-            **asdict(self.total),
+            **_counts(self.total),
             "buffered": sum(buffered.values()),
             "tasks": {
-                task: {**asdict(books), "buffered": buffered.get(task, 0)}
+                task: {**_counts(books), "buffered": buffered.get(task, 0)}
                 for task, books in sorted(self._tasks.items())
             },
         }
 
     def to_json(self) -> dict[str, dict[str, int]]:
         """For a snapshot."""
-        return {task: asdict(books) for task, books in self._tasks.items()}
+        return {task: _counts(books) for task, books in self._tasks.items()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Mapping[str, int]]) -> Ledger:
@@ -115,3 +117,8 @@ class Ledger:
             mark = f"  <-- off by {off:+d}" if task in wrong else ""
             lines.append(f"  {task}: produced {books.produced} = buffered {held} + {ends}{mark}")
         return "\n".join(lines)
+
+
+def _counts(books: TaskBooks) -> dict[str, int]:
+    """By name."""
+    return {name: getattr(books, name) for name in _COUNTERS}

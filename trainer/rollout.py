@@ -19,7 +19,7 @@ import enum
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import force_setattr, replace
@@ -41,6 +41,8 @@ __all__ = [
     "Status",
     "as_carried",
 ]
+
+_T = TypeVar("_T")
 
 #: One chat message: {"role": ..., "content": ...} and whatever the chat template reads.
 Message = Mapping[str, Any]
@@ -183,10 +185,28 @@ class Rollout(msgspec.Struct, frozen=True):
         )
 
 
-class Group(msgspec.Struct, frozen=True):
+class _Once(Generic[_T]):
+    """A property that is worked out once. functools.cached_property takes a lock for that, which
+    costs more than what is worked out here.
+    """
+
+    def __init__(self, find: Callable[[Any], _T]) -> None:
+        self._find = find
+        self._name = find.__name__
+        self.__doc__ = find.__doc__
+
+    def __get__(self, of: Any, kind: type) -> _T:
+        if of is None:
+            raise AttributeError(f"{self._name} is known of a {kind.__name__}, not of the class")
+        found = of.__dict__[self._name] = self._find(of)
+        return found
+
+
+class Group(msgspec.Struct, frozen=True, dict=True):
     """The K rollouts of one prompt: scored, buffered and trained together.
 
     A loop of one's own may leave out all but `rollouts`: the uid is then the first session's id.
+    What follows from the members is worked out once.
     """
 
     uid: str = ""
@@ -216,18 +236,18 @@ class Group(msgspec.Struct, frozen=True):
         members = _MEMBERS.encode(self.uid, self.rollouts)
         return _unpickled, (self.uid, self.task, self.prompt, members, self.nbytes)
 
-    @property
+    @_Once
     def status(self) -> Status:
         """The first of FAILED, ABORTED, EXPIRED, FILTERED that any member has, else COMPLETED."""
         for rollout in self.rollouts:
             if rollout.status is not Status.COMPLETED:
                 break
-        else:  # as nearly always, and it is asked often
+        else:  # as nearly always
             return Status.COMPLETED
         present = {rollout.status for rollout in self.rollouts}
         return next((status for status in _PRECEDENCE if status in present), Status.COMPLETED)
 
-    @property
+    @_Once
     def session_ids(self) -> tuple[str, ...]:
         """Sessions of the members in order, each once."""
         return tuple(dict.fromkeys([rollout.session_id for rollout in self.rollouts]))
@@ -237,16 +257,18 @@ class Group(msgspec.Struct, frozen=True):
         """Prompt and response tokens of all members."""
         return sum(rollout.n_tokens for rollout in self.rollouts)
 
-    @property
+    @_Once
     def model_step_min(self) -> int | None:
         """Oldest step that sampled a token of any member; None when no member has a response."""
-        return min(
-            (r.model_step_min for r in self.rollouts if r.model_step_min is not None), default=None
-        )
+        steps = [r.model_step_min for r in self.rollouts if r.model_step_min is not None]
+        return min(steps, default=None)
 
     def evolve(self, **changes: Any) -> Group:
         """A copy with `changes`; the only way to alter a group."""
-        return replace(self, **changes)
+        made = replace(self, **changes)
+        if "rollouts" not in changes:
+            made.__dict__.update(self.__dict__)
+        return made
 
     def with_rollouts(self, rollouts: Sequence[Rollout]) -> Group:
         """The same group with other members."""

@@ -189,6 +189,8 @@ class TaskShares:
 
     def _has_room(self, task: str) -> bool:
         """The byte limit, with what is in production counted at the mean size of a group."""
+        if self._buffer.max_bytes is None:
+            return True
         if self._buffer.waiting.lacking(task) > self._tasks[task].in_production:
             return True
         coming = sum(state.in_production for state in self._tasks.values()) + 1

@@ -57,6 +57,18 @@ def test_plain_output_names_what_people_look_for(
         assert all(word in out for word in words), out
 
 
+def test_a_command_that_is_interrupted_does_not_say_that_it_was_done(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "unlink", interrupted)
+    assert cli.main(["rm", store.name, "--force"]) == 130
+    monkeypatch.setattr(cli, "_pause", interrupted)
+    assert cli.main(["top", store.name]) == 0
+
+
 def test_rm_refuses_a_living_arena_without_force(capsys: pytest.CaptureFixture[str]) -> None:
     with temporary_store("4MiB") as store:
         status, document = run(capsys, "rm", store.name)

@@ -7,7 +7,8 @@ buffer, on its loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainer.ledger import Ledger
@@ -69,9 +70,14 @@ class Accounts:
         """Rollouts were cut back to their prompt for another attempt."""
         self.window.task(task).expired_samples += len(stale)
 
-    def trained(self, group: Group) -> None:
-        """The learner has trained and released a group."""
-        self.ledger.book_end(group.task, "trained", len(group.rollouts))
+    def trained(self, groups: Iterable[Group]) -> int:
+        """The learner has trained and released them; -> their rollouts."""
+        trained: Counter[str] = Counter()
+        for group in groups:
+            trained[group.task] += len(group.rollouts)
+        for task, count in trained.items():
+            self.ledger.book_end(task, "trained", count)
+        return trained.total()
 
     def cancelled(self, group: Group, *, first: bool = False) -> None:
         """A group was given up. `first`: it had never been handed in."""

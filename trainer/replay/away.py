@@ -10,7 +10,7 @@ the replay buffer, on its loop.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.errors import BadGroup
@@ -83,6 +83,8 @@ class Away:
         """The group, with the prompt that it was lent with. `BadGroup` when it, or something of
         it, was lent as another; it stays lent.
         """
+        if not self._lent:
+            return group
         for session_id in group.session_ids:
             uid = self._lent_sessions.get(session_id, group.uid)
             if uid != group.uid:
@@ -127,16 +129,11 @@ class Away:
 
     def pop_trained(self, owner: str) -> list[Entry]:
         """Groups of `owner` whose sessions have all been released."""
-        return self._pop(owner, lambda holders: holders <= {None})
+        return self._pop_held(owner, None)
 
     def pop_fallen(self) -> list[Entry]:
         """Groups whose sessions are all the buffer's again: its heirs' rule has moved them."""
-        mine = {self._owner}
-        return [
-            entry
-            for owner in self.takers
-            for entry in self._pop(owner, lambda holders: holders <= mine)
-        ]
+        return [entry for owner in self.takers for entry in self._pop_held(owner, self._owner)]
 
     def pop_taken(self, owner: str) -> list[Entry]:
         """Everything that `owner` had taken."""
@@ -146,17 +143,23 @@ class Away:
         """Whether the buffer owns all of these sessions."""
         return all(holder == self._owner for holder in self._sessions.owners(session_ids))
 
-    def _pop(self, owner: str, chosen: Callable[[set[str | None]], bool]) -> list[Entry]:
-        """Those of a taker's groups whose sessions are with `chosen` holders now."""
-        entries = self._taken.get(owner, {})
+    def _pop_held(self, owner: str, holder: str | None) -> list[Entry]:
+        """Those of a taker's groups whose sessions are all with `holder` now; None: gone."""
+        entries = list(self._taken.get(owner, {}).values())
         if not entries:
             return []
-        ids = [entry.group.session_ids for entry in entries.values()]
-        holders = iter(self._sessions.owners(itertools.chain.from_iterable(ids)))
-        held = [set(itertools.islice(holders, len(own))) for own in ids]
-        found = [entry for entry, by in zip(entries.values(), held, strict=True) if chosen(by)]
+        # The first session of each says of most groups that they are not among them.
+        firsts = self._sessions.owners([entry.group.session_ids[0] for entry in entries])
+        likely = [entry for entry, by in zip(entries, firsts, strict=True) if by == holder]
+        ids = [entry.group.session_ids for entry in likely]
+        holders = iter(self._sessions.owners(itertools.chain.from_iterable(ids)) if ids else ())
+        found = [
+            entry
+            for entry, own in zip(likely, ids, strict=True)
+            if set(itertools.islice(holders, len(own))) <= {holder}
+        ]
         for entry in found:
-            del entries[entry.group.uid]
+            del self._taken[owner][entry.group.uid]
         return found
 
 

@@ -96,6 +96,7 @@ class ReplayBuffer:
         owner: str,
         train_step: int | None = None,
         timeout: float | None = None,
+        carried: bool = False,
     ) -> Status:
         """File a group whose sessions `owner` holds; -> its status, read before anything is
         changed.
@@ -104,12 +105,14 @@ class ReplayBuffer:
         to the buffer with their sessions (L10). A group that is too old already is expired here.
         Waits while the byte limit is reached (`PutTimeout` after `timeout` seconds). `BadGroup` for
         what cannot be filed, or was lent as something else; `NotOwner` when a session is not
-        `owner`'s; then nothing has changed. `BufferClosed` after `close`.
+        `owner`'s; then nothing has changed. `BufferClosed` after `close`. `carried` is as in
+        `checked_group`.
         """
         checks.check_timeout(timeout)
-        group = self._readied(checks.checked_group(group, task), train_step)
+        group = self._readied(checks.checked_group(group, task, carried), train_step)
         status = self._put_at_once(group, owner)
         if status is not None:
+            self.changed()
             return status
         try:
             async with asyncio.timeout(timeout):
@@ -120,15 +123,22 @@ class ReplayBuffer:
                 f"{self.nbytes} of max_bytes {self.max_bytes} are used"
             ) from None
         try:
+            self._refuse_known(group.uid)  # again: another may have been filed meanwhile
             return self._file(group, owner)
-        except BaseException:
-            self.waiting.wake()  # the room is another's
-            raise
+        finally:
+            self.changed()  # the room may be another's
 
     def put_at_once(self, group: Group, *, owner: str, carried: bool = False) -> Status | None:
-        """As `put`, without waiting; None: no room. `carried` is as in `checked_group`."""
+        """As `put`, without waiting; None: no room. Nobody is told of it before `changed`, which
+        is to be called after the last of several.
+        """
         group = checks.checked_group(group, None, carried)
         return self._put_at_once(self._readied(group, None), owner)
+
+    def changed(self) -> None:
+        """Tell whoever waits, and the listeners."""
+        self.waiting.wake()
+        self._tell()
 
     def discard(self, group: Group, *, owner: str) -> None:
         """A producer gives a group up (L21): its sessions end, its rollouts are booked as
@@ -141,7 +151,7 @@ class ReplayBuffer:
             group = lent.group  # what was counted, and no session of it stays behind
         self.accounts.cancelled(group, first=lent is None)
         self._store.sessions.release(group.session_ids, owner=owner)
-        self._changed()
+        self.changed()
 
     def lend(self, task: str, status: Status, *, owner: str) -> Group | None:
         """Hand the next ABORTED or EXPIRED group to a producer that goes on with it, sessions
@@ -160,7 +170,7 @@ class ReplayBuffer:
                     entry.group.session_ids, src=self.owner, dst=owner, strict=True
                 )
             self._away.lend(entry, owner)
-        self._changed()
+        self.changed()
         return entry.group
 
     # -- the learner's side ----------------------------------------------------------------------
@@ -206,11 +216,10 @@ class ReplayBuffer:
         `take` does this for the earlier batches of the same owner.
         """
         done = self._away.pop_trained(owner)
-        for entry in done:
-            self.accounts.trained(entry.group)
+        trained = self.accounts.trained(entry.group for entry in done)
         if done:
-            self._changed()
-        return sum(len(entry.group.rollouts) for entry in done)
+            self.changed()
+        return trained
 
     def reclaim(self) -> int:
         """Offer again what a dead learner had: its sessions have fallen to this buffer as their
@@ -218,13 +227,10 @@ class ReplayBuffer:
 
         `take` does this; a driver that knows of a death calls `owner_died`. -> groups.
         """
-        if not self._away.takers:
-            return 0
-        self._store.sweep()
         fallen = self._away.pop_fallen()
         offered = sum(map(self._offer_again, fallen))
         if fallen:
-            self._changed()
+            self.changed()
         return offered
 
     def settle_all(self) -> None:
@@ -311,7 +317,7 @@ class ReplayBuffer:
         for group in lost:
             self.accounts.cancelled(group)
         sessions.release_owned(owner)
-        self._changed()
+        self.changed()
         return offered, lost
 
     def close(self) -> int:
@@ -416,7 +422,6 @@ class ReplayBuffer:
         return None
 
     def _file(self, group: Group, owner: str) -> Status:
-        self._refuse_known(group.uid)  # again: another may have been filed while this one waited
         deadline = self.expiry.group_deadline(group)
         stale = deadline is not None and deadline <= self.train_step
         with self._lock:
@@ -432,7 +437,6 @@ class ReplayBuffer:
         if stale:
             group = self._cut_back(group, self.train_step)
             self._add(group, seq)
-        self._changed()
         return group.status
 
     def _raise_if_closed(self) -> None:
@@ -449,7 +453,6 @@ class ReplayBuffer:
         self._book_put(group, self._away.take_back(group.uid))
         self.accounts.ended(group, status)
         self._store.sessions.release(group.session_ids, owner=owner)
-        self._changed()
 
     def _book_put(self, group: Group, lent: Entry | None) -> None:
         self.accounts.put(group, first=lent is None, before=lent.group if lent else None)
@@ -464,7 +467,7 @@ class ReplayBuffer:
             return Refreshed(dropped=len(expired))
         for entry in expired:
             self._add(self._cut_back(entry.group, train_step), entry.seq)
-        self._changed()
+        self.changed()
         return Refreshed(retry=len(expired))
 
     def _drop(self, groups: Sequence[Group]) -> None:
@@ -473,7 +476,7 @@ class ReplayBuffer:
             self.accounts.ended(group, Status.EXPIRED)
         ids = [sid for group in groups for sid in group.session_ids]
         self._store.sessions.release(ids, owner=self.owner)
-        self._changed()
+        self.changed()
 
     def _cut_back(self, group: Group, train_step: int) -> Group:
         """Stale members lose their response, in the record and in the session (L16, retry)."""
@@ -515,7 +518,7 @@ class ReplayBuffer:
                 self._store.sessions.transfer(ids, src=self.owner, dst=owner, strict=True)
             self._away.take(entries, owner)
             report = self.accounts.window.close(self._index.counts())
-        self._changed()
+        self.changed()
         return Batch(tuple(entry.group for entry in entries), report, train_step)
 
     @contextmanager
@@ -540,10 +543,6 @@ class ReplayBuffer:
             or not len(self._index)
             or self._index.nbytes + nbytes <= self.max_bytes
         )
-
-    def _changed(self) -> None:
-        self.waiting.wake()
-        self._tell()
 
     def _tell(self) -> None:
         for listener in self._listeners:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from trainer.replay.away import name_some
 from trainer.rollout import Group, Status
 from trainer.run.display import Display
 
@@ -53,8 +54,8 @@ class FailedRollouts:
 
 
 class RemoteDesk:
-    """Keeps `trainer.producer.Desk`. `moved` hears of every group that was handed in, `failed` of
-    each that had failed.
+    """Keeps `trainer.producer.Desk`. `moved` hears whenever groups were handed in, `failed` of each
+    group that had failed.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class RemoteDesk:
         for group, outcome in zip(groups, outcomes, strict=True):
             if outcome is Status.FAILED:
                 self._failed(group)
-            if isinstance(outcome, Status):
-                self._moved(f"{owner} handed in a group, {outcome.value}")
+        if any(isinstance(outcome, Status) for outcome in outcomes):
+            self._moved(f"{owner} handed in {name_some([group.uid for group in groups])}")
         return outcomes
 
     async def cancel(self, group: Group, *, owner: str) -> int:

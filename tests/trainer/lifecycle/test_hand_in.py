@@ -90,6 +90,32 @@ def test_L09_a_member_that_was_not_run_is_refused_also_in_a_group_that_came_in_a
     run_virtual(main())
 
 
+@pytest.mark.parametrize("together", [1, 3])
+def test_groups_that_came_in_a_message_are_not_looked_through_again_and_told_of_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    async def main() -> None:
+        async with desk(store, run=False) as made:
+            works = await made.dispatcher.draw("producer-0", together)
+            groups = []
+            for work in works:
+                made.traces.open(work.uid, owner="producer-0")
+                member = Rollout(work.uid, status=Status.COMPLETED, reward=1.0)
+                groups.append(Group(uid=work.uid, task=work.task, rollouts=(member,)))
+            told: list[int] = []
+            made.buffer.on_change(lambda: told.append(len(made.buffer)))
+            monkeypatch.setattr("trainer.replay.checks.as_carried", _never)
+            outcomes = await made.dispatcher.put_all(groups, owner="producer-0", carried=True)
+            assert outcomes == [Status.COMPLETED] * together
+            assert told == [together]
+
+    run_virtual(main())
+
+
+def _never(group: Group) -> Any:
+    raise AssertionError(f"{group.uid} was carried already")
+
+
 def test_L31_a_group_that_waits_for_room_holds_up_none_that_ended_with_it(store: Store) -> None:
     """Nor the slot of one: its task may be what the learner lacks."""
 

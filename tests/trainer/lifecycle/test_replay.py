@@ -44,6 +44,22 @@ async def test_L06_taking_moves_exactly_the_sessions_of_the_batch(
     buffer.check_books()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_L06_a_group_is_trained_when_all_its_sessions_are_released(
+    store: Store, traces: TraceStore, buffer: ReplayBuffer, first: int
+) -> None:
+    await put(buffer, traces, "a")
+    await put(buffer, traces, "b")
+    await buffer.take({"math": 2}, train_step=1, owner=L, timeout=1)
+    one, other = ("a-0", "a-1") if first == 0 else ("a-1", "a-0")
+    traces.release([one], owner=L)
+    assert (buffer.settle(L), buffer.reclaim()) == (0, 0)
+    traces.release([other], owner=L)
+    assert (buffer.settle(L), buffer.reclaim()) == (2, 0)
+    assert buffer.held() == {"math": 2}
+    buffer.check_books()
+
+
 async def test_L06_when_the_sessions_cannot_move_the_groups_stay(
     store: Store, traces: TraceStore, buffer: ReplayBuffer
 ) -> None:

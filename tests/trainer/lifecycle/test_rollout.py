@@ -34,6 +34,20 @@ def test_L09_a_status_that_was_read_cannot_be_wiped_afterwards() -> None:
     assert group.status is Status.FAILED
 
 
+def test_L09_what_a_group_says_of_its_members_goes_with_them() -> None:
+    fresh, old = (
+        Rollout(f"s{step}", status=Status.COMPLETED, model_step_min=step) for step in (7, 3)
+    )
+    group = Group(rollouts=[fresh])
+    for same in (group, group.evolve(nbytes=5)):
+        assert (same.status, same.session_ids) == (Status.COMPLETED, ("s7",))
+        assert same.model_step_min == 7
+    other = group.with_rollouts([old.cut_to_prompt(Status.EXPIRED)])
+    assert (other.status, other.session_ids) == (Status.EXPIRED, ("s3",))
+    assert other.model_step_min is None
+    assert group.evolve(nbytes=0) == group == Group(rollouts=[fresh])
+
+
 def test_L05_a_rollout_carries_a_session_id_and_positions_but_no_reference() -> None:
     allowed = (str, int, float, tuple, type(None), Status, FinishReason, dict)
     rollout = Rollout("s", leaves=(1, 2), metrics={"a": 1.0})

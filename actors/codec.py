@@ -32,6 +32,9 @@ STORE_BYTES_MIN = 32 * 1024
 # Text of a remote traceback is cut in the middle beyond this.
 TRACEBACK_CHARS_MAX = 64 * 1024
 
+# As plain numbers: an operation on a Flag costs a microsecond, and every message needs two.
+_REFS, _BODY_STORED = int(Flag.REFS), int(Flag.BODY_STORED)
+
 # These never hold refs, buffers or anything of `__main__`.
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
@@ -138,7 +141,7 @@ class Codec:
                 f"the value has {len(raw)} separate buffers, at most {BUFFER_COUNT_MAX} travel in"
                 " one message; join small arrays, or put them into the store and pass the refs"
             )
-        flags = Flag.REFS if refs else Flag.NONE
+        flags = _REFS if refs else 0
         keep: list[object] = list(refs)
         buffers: list[Buffer] = []
         inline: list[memoryview] = []
@@ -147,7 +150,7 @@ class Codec:
                 ref = self._put(view)
                 keep.append(ref)
                 buffers.append(Buffer(view.nbytes, bytes(ref)))
-                flags |= Flag.REFS
+                flags |= _REFS
             else:
                 buffers.append(Buffer(view.nbytes, None))
                 inline.append(view)
@@ -155,9 +158,9 @@ class Codec:
             ref = self._put(memoryview(body))
             keep.append(ref)
             buffers.insert(0, Buffer(len(body), bytes(ref)))
-            flags |= Flag.REFS | Flag.BODY_STORED
+            flags |= _REFS | _BODY_STORED
             body = b""
-        return Encoded(body, int(flags), tuple(buffers), tuple(inline), tuple(keep))
+        return Encoded(body, flags, tuple(buffers), tuple(inline), tuple(keep))
 
     def _put(self, view: memoryview) -> Any:
         import numpy as np
@@ -178,14 +181,14 @@ class Codec:
         """
         _decoding.node = self._node
         if not buffers:
-            if not flags & Flag.REFS:
+            if not flags & _REFS:
                 return pickle.loads(body)
             with self._adopting():
                 return pickle.loads(body)
         found = self._fetch(buffers, inline)
-        if flags & Flag.BODY_STORED:
+        if flags & _BODY_STORED:
             body = found.pop(0)
-        with self._adopting() if flags & Flag.REFS else nullcontext():
+        with self._adopting() if flags & _REFS else nullcontext():
             return pickle.loads(body, buffers=found)
 
     def _fetch(self, buffers: Sequence[Buffer], inline: Sequence[memoryview]) -> list[Any]:

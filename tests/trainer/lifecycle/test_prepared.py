@@ -5,6 +5,7 @@ with them, and otherwise as if it had never been drawn (L25, L30).
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,16 +13,18 @@ import numpy as np
 import pytest
 
 from shmstore import Store
-from tests.trainer.lifecycle.kit import OneTurn, Questions, SubmittedEngine, desk
+from tests.trainer.lifecycle.kit import SLOW, OneTurn, Questions, SubmittedEngine, desk
 from tests.trainer.lifecycle.scheduled import Parts, run_parts
 from trainer.engine.protocol import SyncMode
 from trainer.engine.scripted import Script, ScriptedEngine
 from trainer.environment import Session
-from trainer.errors import LearnerLost
+from trainer.errors import EndOfData, LearnerLost
 from trainer.producer import Producer
-from trainer.rollout import Batch, Prompt
+from trainer.rollout import Batch, Group, Prompt, Rollout
+from trainer.segment import Trace
 from trainer.staleness import StalenessBudget
 from trainer.testing import run_virtual
+from trainer.work import Work
 
 FRESH: dict[str, Any] = {"budget": StalenessBudget(0)}
 """Only the batch that comes next is drawn, and nothing stale is trained."""
@@ -158,6 +161,102 @@ def test_L07_a_batch_that_is_lost_is_made_again_before_what_was_prepared_for_lat
             await run_parts(made, "sync", parts)
             assert [report.train_step for report in parts.reports] == [1, 2, 3, 4]
             assert tokens == [{0}, {1}, {2}, {3}], "of the weights before each step, and no other"
+
+    run_virtual(main())
+
+
+def test_L08_what_weights_on_their_way_allow_is_prepared_while_the_batch_before_is_made(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        budget = StalenessBudget(max_staleness=1)
+        async with desk(store, script=SLOW, budget=budget) as made:
+            prepared: list[int] = []
+            ages: list[set[int]] = []
+
+            class Noting(Parts):
+                async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
+                    found = [made.traces.export(r.session_id).model_steps for r in batch.rollouts]
+                    ages.append({train_step - 1 - int(s) for one in found for s in one if s >= 0})
+                    done = await super().train(batch, train_step)
+                    prepared.append(sum(g.is_prepared for g in made.producer._groups.values()))
+                    return done
+
+            parts = Noting(made)
+            await run_parts(made, "async", parts, sync_mode="in_flight", steps=6)
+            assert prepared == [2] * 5 + [0], "the groups of a batch, and none behind the last step"
+            assert ages[0] == {0}
+            assert set().union(*ages) == {0, 1}, "the budget holds"
+            assert not {"pause", "resume"} & set(parts.log)
+
+    run_virtual(main())
+
+
+def test_L23_what_waits_for_weights_does_not_count_for_a_batch_that_is_wanted_before_them(
+    store: Store,
+) -> None:
+    """A group fails while its successors are prepared: another is drawn in its place and begun."""
+
+    async def main() -> None:
+        async with desk(store, run=False, **FRESH) as made:
+            dispatcher = made.dispatcher
+            now = await dispatcher.draw("p", 8)
+            dispatcher.work_ahead(1)
+            later = await dispatcher.draw("p", 8)
+            assert [(work.uid, work.model_step) for work in [*now, *later]] == [
+                *(("math-0", None), ("math-1", None)),
+                *(("math-2", 1), ("math-3", 1)),
+            ]
+            await dispatcher.cancel(_drawn(now[0]), owner="p")
+            (instead,) = await dispatcher.draw("p", 8)
+            assert (instead.uid, instead.model_step) == ("math-4", None)
+            await dispatcher.set_steps(train_step=2, model_step=1)
+            assert not dispatcher.works_ahead
+            dispatcher.owner_died("p")
+
+    run_virtual(main())
+
+
+def _drawn(work: Work) -> Group:
+    return Group(work.uid, work.task, work.prompt, (Rollout("s", work.prompt.uid, work.task),))
+
+
+class _FiltersLater:
+    """The rewards of a prompt's first two answers differ, those of later ones do not."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+
+    async def score(self, prompt: Prompt, text: str, trace: Trace | None) -> float:
+        self.asked[prompt.uid] += 1
+        return float(min(self.asked[prompt.uid], 3))
+
+
+def test_L07_a_lost_batch_gets_the_prompts_that_were_prepared_for_later_when_there_are_no_others(
+    store: Store,
+) -> None:
+    async def main() -> None:
+        sources = {"math": Questions(size=4)}
+        options: dict[str, Any] = {"sources": sources, "epochs": 1, **FRESH}
+        async with desk(store, judge=_FiltersLater(), **options) as made:
+
+            class Losing(Parts):
+                lost = False
+
+                async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
+                    if not self.lost:
+                        self.lost = True
+                        await asyncio.sleep(100)
+                        assert made.dispatcher.sampler.remaining("math") == 0, "all is drawn"
+                        made.traces.release(batch.session_ids, owner="learner")
+                        raise LearnerLost("killed by signal 9")
+                    self.log.append(" ".join(group.uid for group in batch.groups))
+                    return await super().train(batch, train_step)
+
+            parts = Losing(made)
+            with pytest.raises(EndOfData):
+                await run_parts(made, "async", parts, sync_mode="in_flight", steps=2)
+            assert "math-2 math-3" in parts.log
 
     run_virtual(main())
 

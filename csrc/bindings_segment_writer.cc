@@ -79,12 +79,12 @@ struct Numbers {
 };
 
 // False unless it is an array of numpy's own of these dimensions and of one of these types, without
-// gaps.
+// gaps. It may lie at any address: views of a message do.
 bool take(nb::object array, int dimensions, int type, int other_type, Numbers& out) {
   auto* given = reinterpret_cast<PyArrayObject*>(array.ptr());
   if (Py_TYPE(array.ptr()) != &PyArray_Type || PyArray_NDIM(given) != dimensions ||
       (PyArray_TYPE(given) != type && PyArray_TYPE(given) != other_type) ||
-      !PyArray_ISCARRAY_RO(given))
+      !PyArray_IS_C_CONTIGUOUS(given) || !PyArray_ISNOTSWAPPED(given))
     return false;
   out.data = static_cast<const std::byte*>(PyArray_DATA(given));
   out.bytes = static_cast<std::uint64_t>(PyArray_NBYTES(given));

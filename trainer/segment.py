@@ -156,7 +156,7 @@ def _check_utf8(text: str) -> None:
 
 def _narrowed(name: str, given: object) -> NDArray[np.uint8] | NDArray[np.uint16]:
     """Routing without gaps in uint8 or uint16; what an engine gives in a wider type is narrowed."""
-    array = given if isinstance(given, np.ndarray) else _as_array(name, given)
+    array = given if type(given) is np.ndarray else _as_array(name, given)
     if array.ndim != 3 or array.dtype.kind not in "iu":
         raise BadSegment(
             f"{name} has shape {array.shape} and type {array.dtype}; need [tokens, layers, top_k] "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from shmstore import BadValue, ObjectRef, SessionReleased, Store, StoreFull
 from shmstore.arrow import SegmentWriter, known_rows
@@ -94,6 +95,41 @@ def frame() -> Any:
 
     SegmentWriter(note, 1).bytes(make_segment(3, text="abc"))
     return found[0]
+
+
+class Special(np.ndarray[Any, Any]):
+    """As np.memmap is: an array of another class."""
+
+
+def _unaligned(array: NDArray[Any]) -> NDArray[Any]:
+    """A view of a message, at an odd address."""
+    whole = np.frombuffer(b"x" + array.tobytes(), np.uint8)[1:]
+    return whole.view(array.dtype).reshape(array.shape)
+
+
+@pytest.mark.parametrize("changed", [_unaligned, lambda array: array.view(Special)])
+def test_arrays_at_any_address_and_of_any_class_are_stored(
+    store: Store, changed: Callable[[NDArray[Any]], NDArray[Any]]
+) -> None:
+    plain = make_segment(3)
+    wide = plain.evolve(routed_experts=np.full((3, 2, 2), 300, np.uint16))
+    assert wide.routed_experts is not None
+    given = Segment(
+        changed(wide.token_ids),
+        changed(wide.labels),
+        changed(wide.logprobs),
+        changed(wide.model_steps),
+        routed_experts=changed(wide.routed_experts),
+    )
+    traces = TraceStore(store)
+    traces.open("s", owner="o")
+    traces.insert("s", given)
+    assert segment_codec.stream(given) == segment_codec.stream(wide)
+    trace = traces.export("s")
+    np.testing.assert_array_equal(trace.token_ids, wide.token_ids)
+    assert trace.routed_experts is not None
+    np.testing.assert_array_equal(trace.routed_experts, wide.routed_experts)
+    traces.release(["s"], owner="o")
 
 
 def _frame_of(segment: Segment) -> Any:

@@ -272,7 +272,7 @@ class Group(msgspec.Struct, frozen=True, dict=True):
 
     def with_rollouts(self, rollouts: Sequence[Rollout]) -> Group:
         """The same group with other members."""
-        return replace(self, rollouts=tuple(rollouts))
+        return self.evolve(rollouts=tuple(rollouts))
 
 
 def _check_uid(what: str, uid: object) -> None:

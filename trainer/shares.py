@@ -160,7 +160,7 @@ class TaskShares:
                 targets[task] = max(targets[task], need)
         return targets
 
-    def behind(self, targets: Mapping[str, int], later: Mapping[str, int] = {}) -> list[str]:
+    def behind(self, targets: Mapping[str, int], later: Mapping[str, int]) -> list[str]:
         """The tasks of which more may be drawn, the one furthest behind its target first. `later`:
         how many of those in production are not begun in time to count.
         """

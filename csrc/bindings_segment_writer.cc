@@ -22,6 +22,7 @@
 
 #include "bindings_put.h"
 #include "bindings_values.h"
+#include "segment_format.h"
 
 namespace shmrl::py {
 namespace {
@@ -126,7 +127,7 @@ struct Plain {
       return false;
     }
     text = {data, static_cast<std::size_t>(size)};
-    return true;
+    return text.size() <= kMetadataBytesMax;
   }
 
   // `n_routed` below 0: all rows that are there.
@@ -144,11 +145,18 @@ struct Plain {
     if (!take(std::move(given), 3, NPY_UINT8, NPY_UINT16, routed)) return false;
     const std::uint64_t rows = routed.shape[0];
     n_routed = stated < 0 ? rows : static_cast<std::uint64_t>(stated);
-    if (rows > n() || rows + 1 < n() || n_routed > rows) return false;
+    if (rows > n() || rows + 1 < n() || n_routed > rows || !few_experts()) return false;
     if (given_before.is_none()) return true;
     return take(std::move(given_before), 3, NPY_UINT8, NPY_UINT16, before) &&
            before.itemsize == routed.itemsize && before.shape[1] == routed.shape[1] &&
-           before.shape[2] == routed.shape[2];
+           before.shape[2] == routed.shape[2] && before.shape[0] <= kRowsBeforeMax &&
+           before.bytes <= kMetadataBytesMax;
+  }
+
+  // Of an array without rows any two extents are possible, and their product may overflow.
+  bool few_experts() const {
+    const std::uint64_t layers = routed.shape[1], top_k = routed.shape[2];
+    return layers > 0 && top_k > 0 && layers <= kExpertsPerTokenMax / top_k;
   }
 };
 

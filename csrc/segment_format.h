@@ -28,6 +28,11 @@ static_assert(sizeof(SegmentTrailer) == 62);
 
 inline constexpr std::string_view kSegmentMagic = "segment2";
 
+// What a segment can say; `trainer/segment.py` has the same numbers, and the sentences for more.
+inline constexpr std::uint64_t kExpertsPerTokenMax = UINT16_MAX;
+inline constexpr std::uint64_t kRowsBeforeMax = UINT16_MAX;
+inline constexpr std::uint64_t kMetadataBytesMax = 1ull << 26;
+
 // Where a segment's parts lie; places count from the object's first byte. Four columns of `n`
 // int32 or float32 from `numbers_at` on, `column_bytes` apart; with `itemsize` above 0 the experts
 // of `n` tokens from `routed_at` on, of which `n_routed` are known, and those of `n_before` tokens

@@ -101,10 +101,12 @@ def decode(header: Header, whole: memoryview) -> Any:
         with pa.ipc.open_stream(payload) as reader:
             if sort in (Sort.BATCH, Sort.ARRAY):
                 batch = reader.read_next_batch()
+                batch.validate()  # Arrow trusts a message's lengths, and would read beyond buffers
                 return batch if sort is Sort.BATCH else _column(batch)
             table = reader.read_all()
+            table.validate()
             return table if sort is Sort.TABLE else _column(table)
-    except (pa.ArrowException, ValueError, StopIteration) as error:
+    except (pa.ArrowException, OSError, ValueError, StopIteration) as error:
         raise ArenaDamaged(f"the object is no Arrow {header.text!r} stream: {error}") from error
 
 

@@ -10,6 +10,7 @@ the trainer.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,14 @@ IGNORE_LABEL = -100
 
 #: `model_step` of a token that no model sampled.
 NO_MODEL_STEP = -1
+
+# What a stored segment can say; `csrc/segment_format.h` has the same numbers.
+#: Experts of one token: layers times top_k.
+EXPERTS_PER_TOKEN_MAX = 65535
+#: Rows of `routed_before`.
+ROWS_BEFORE_MAX = 65535
+#: Bytes of the text, and of `routed_before`: they travel in Arrow metadata, which ends at 2 GiB.
+METADATA_BYTES_MAX = 1 << 26
 
 
 class Segment(msgspec.Struct, frozen=True, eq=False):
@@ -67,10 +76,10 @@ class Segment(msgspec.Struct, frozen=True, eq=False):
         if not isinstance(self.text, str):
             raise BadSegment(f"text is {self.text!r}; a str is needed")
         _check_utf8(self.text)
-        n = np.size(self.token_ids)
-        for name, dtype in _COLUMNS:
-            given = _converted(name, getattr(self, name), dtype)
-            if given.shape != (n,):
+        columns = [(name, _converted(name, getattr(self, name), form)) for name, form in _COLUMNS]
+        n = len(columns[0][1])
+        for name, given in columns:
+            if len(given) != n:
                 raise BadSegment(
                     f"{name} has shape {given.shape}, but there are {n} token_ids: need ({n},)"
                 )
@@ -79,8 +88,9 @@ class Segment(msgspec.Struct, frozen=True, eq=False):
 
     def _convert_routing(self, n: int) -> None:
         routed = self.routed_experts
+        stated = _whole("n_routed", self.n_routed)
         if routed is None:
-            if self.n_routed > 0 or self.routed_before is not None:
+            if stated > 0 or self.routed_before is not None:
                 raise BadSegment("n_routed or routed_before is given, but routed_experts is None")
             force_setattr(self, "n_routed", 0)
             return
@@ -95,12 +105,9 @@ class Segment(msgspec.Struct, frozen=True, eq=False):
                 f"routed_experts has {len(routed)} rows for {n} tokens; "
                 "allowed are all rows, or all but the last"
             )
-        if before is not None and before.shape[1:] != routed.shape[1:]:
-            raise BadSegment(
-                f"routed_before has shape {before.shape}, but routed_experts {routed.shape}: "
-                "layers and top_k must be the same"
-            )
-        known = len(routed) if self.n_routed < 0 else self.n_routed
+        if before is not None:
+            _check_before(before, routed)
+        known = len(routed) if stated < 0 else stated
         if not 0 <= known <= len(routed):
             raise BadSegment(f"n_routed is {known}, but routed_experts has {len(routed)} rows")
         force_setattr(self, "n_routed", known)
@@ -149,9 +156,31 @@ class Trace:
 
 def _check_utf8(text: str) -> None:
     try:
-        text.encode()
+        nbytes = len(text.encode())
     except UnicodeEncodeError as error:
         raise BadSegment(f"text cannot be stored as UTF-8: {error}") from error
+    if nbytes > METADATA_BYTES_MAX:
+        raise BadSegment(f"text has {nbytes} bytes; a segment holds up to {METADATA_BYTES_MAX}")
+
+
+def _whole(name: str, given: object) -> int:
+    try:
+        return int(operator.index(given))  # type: ignore[arg-type]
+    except TypeError as error:
+        raise BadSegment(f"{name} is {given!r}; a whole number is needed") from error
+
+
+def _check_before(before: NDArray[Any], routed: NDArray[Any]) -> None:
+    if before.shape[1:] != routed.shape[1:]:
+        raise BadSegment(
+            f"routed_before has shape {before.shape}, but routed_experts {routed.shape}: "
+            "layers and top_k must be the same"
+        )
+    if len(before) > ROWS_BEFORE_MAX or before.nbytes > METADATA_BYTES_MAX:
+        raise BadSegment(
+            f"routed_before has {len(before)} rows of {before.nbytes} bytes; a segment brings up "
+            f"to {ROWS_BEFORE_MAX} rows of {METADATA_BYTES_MAX} bytes"
+        )
 
 
 def _narrowed(name: str, given: object) -> NDArray[np.uint8] | NDArray[np.uint16]:
@@ -161,6 +190,12 @@ def _narrowed(name: str, given: object) -> NDArray[np.uint8] | NDArray[np.uint16
         raise BadSegment(
             f"{name} has shape {array.shape} and type {array.dtype}; need [tokens, layers, top_k] "
             "of whole numbers"
+        )
+    layers, top_k = array.shape[1:]
+    if not 0 < layers * top_k <= EXPERTS_PER_TOKEN_MAX:
+        raise BadSegment(
+            f"{name} has shape {array.shape}: {layers * top_k} experts a token; between 1 and "
+            f"{EXPERTS_PER_TOKEN_MAX} are allowed"
         )
     dtype: np.dtype[Any] = array.dtype
     if dtype is _UINT8 or dtype is _UINT16:
@@ -193,6 +228,8 @@ def _converted(name: str, given: object, dtype: np.dtype[Any]) -> NDArray[Any]:
             limits = np.iinfo(dtype)
             if array.min() < limits.min or array.max() > limits.max:
                 raise ValueError(f"they go from {array.min()} to {array.max()}")
+        if dtype.kind == "f" and not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise TypeError(f"they are {array.dtype}")
         return np.ascontiguousarray(array, dtype=dtype)
     except (ValueError, TypeError, OverflowError) as error:
         raise BadSegment(f"{name} cannot be taken as {dtype}: {error}") from error

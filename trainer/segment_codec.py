@@ -56,6 +56,14 @@ _MAGIC = b"segment2"
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
 
+#: Names and types of the columns; routing follows.
+_FIELDS = [
+    ("token_id", pa.int32()),
+    ("label", pa.int32()),
+    ("logprob", pa.float32()),
+    ("model_step", pa.int32()),
+]
+
 #: Rows of `Columns.numbers`.
 _TOKEN_IDS, _LABELS, _LOGPROBS, _MODEL_STEPS = range(4)
 
@@ -97,7 +105,10 @@ class Columns(msgspec.Struct, frozen=True, eq=False):
     @property
     def text(self) -> str:
         """The segment as text; decoded on demand, because export needs none."""
-        return str(self.text_bytes, "utf-8")
+        try:
+            return str(self.text_bytes, "utf-8")
+        except UnicodeDecodeError as error:
+            raise TraceError(f"the text of a stored segment is damaged: {error}") from error
 
     def as_segment(self) -> Segment:
         """What was stored, over the same bytes."""
@@ -221,26 +232,43 @@ def read(batch: pa.RecordBatch) -> Columns:
     if not is_segment(batch):
         found = batch.schema.names if isinstance(batch, pa.RecordBatch) else type(batch).__name__
         raise TraceError(f"this object of the arena is not a segment, but {found}")
-    metadata = batch.schema.metadata
+    try:
+        batch.validate()
+        return _read(batch, batch.schema.metadata)
+    except (pa.ArrowException, KeyError, ValueError) as error:
+        raise TraceError(f"this record batch is not as a segment's: {error!r}") from error
+
+
+def _read(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes]) -> Columns:
     columns = batch.columns
-    routed = before = None
+    if [(field.name, field.type) for field in batch.schema][:4] != _FIELDS:
+        raise ValueError(f"its columns are {batch.schema.names}")
+    routed: Routing | None = None
+    before: Any = None
+    n = batch.num_rows
     if len(columns) > 4:
-        layers, top_k = columns[4].type.shape
-        n = batch.num_rows
-        values = columns[4].storage.flatten().to_numpy(zero_copy_only=True)
-        routed = values.reshape(n, layers, top_k)
+        routed = _read_routing(columns[4], n)
         raw = metadata[b"routed_before"]
         if raw:
-            before = np.frombuffer(raw, routed.dtype).reshape(-1, layers, top_k)
+            before = np.frombuffer(raw, routed.dtype).reshape(-1, *routed.shape[1:])
+    n_routed, text_nbytes = int(metadata[b"n_routed"]), int(metadata[b"text_nbytes"])
+    text = metadata[b"text"]
+    n_routed_max = 0 if routed is None else n
+    if not (0 <= n_routed <= n_routed_max and 0 <= text_nbytes <= len(text)):
+        raise ValueError(f"n_routed is {n_routed}, text_nbytes {text_nbytes}")
     rows = [column.to_numpy(zero_copy_only=True).view(_INT32) for column in columns[:4]]
-    return Columns(
-        n=batch.num_rows,
-        numbers=np.stack(rows),
-        routed_experts=routed,
-        n_routed=int(metadata[b"n_routed"]),
-        routed_before=before,
-        text_bytes=metadata[b"text"][: int(metadata[b"text_nbytes"])],
-    )
+    return Columns(n, np.stack(rows), routed, n_routed, before, text[:text_nbytes])
+
+
+def _read_routing(column: pa.Array, n: int) -> Routing:
+    form = column.type
+    if not isinstance(form, pa.FixedShapeTensorType) or form.permutation is not None:
+        raise ValueError(f"its routing is {form}")
+    layers, top_k = form.shape
+    values: Routing = column.storage.flatten().to_numpy(zero_copy_only=True)
+    if values.dtype not in (_UINT8, _UINT16):
+        raise ValueError(f"its experts are {values.dtype}")
+    return values.reshape(n, layers, top_k)
 
 
 def _text_class(text_nbytes: int) -> int:
@@ -281,12 +309,7 @@ def _tensor_type(shape: _Shape) -> pa.FixedShapeTensorType:
 
 
 def _schema(shape: _Shape, metadata: dict[str, bytes]) -> pa.Schema:
-    fields = [
-        pa.field("token_id", pa.int32(), nullable=False),
-        pa.field("label", pa.int32(), nullable=False),
-        pa.field("logprob", pa.float32(), nullable=False),
-        pa.field("model_step", pa.int32(), nullable=False),
-    ]
+    fields = [pa.field(name, form, nullable=False) for name, form in _FIELDS]
     if shape.dtype is not None:
         fields.append(pa.field("routed_experts", _tensor_type(shape), nullable=False))
     return pa.schema(fields, metadata=metadata)

@@ -9,7 +9,7 @@ import pytest
 
 from trainer import Segment
 from trainer.errors import BadSegment
-from trainer.segment import narrowest_unsigned
+from trainer.segment import METADATA_BYTES_MAX, ROWS_BEFORE_MAX, narrowest_unsigned
 from trainer.trace import TraceStore
 
 
@@ -45,6 +45,22 @@ def test_a_copy_with_changes_is_checked_as_a_new_segment() -> None:
             },
             "must be the same",
         ),
+        ({"token_ids": [[1], [1, 2]]}, "token_ids cannot be taken as int32"),
+        ({"logprobs": [1j, 2]}, "they are complex128"),
+        ({"logprobs": ["0.5", "1"]}, "they are <U3"),
+        ({"n_routed": None}, "n_routed is None; a whole number is needed"),
+        ({"routed_experts": np.zeros((2, 2, 2), np.uint8), "n_routed": 1.0}, "n_routed is 1.0"),
+        ({"routed_experts": np.zeros((2, 0, 2), np.uint8)}, "0 experts a token"),
+        ({"routed_experts": np.zeros((2, 2, 0), np.uint8)}, "0 experts a token"),
+        ({"routed_experts": np.zeros((2, 2, 32768), np.uint8)}, "65536 experts a token"),
+        (
+            {
+                "routed_experts": np.zeros((2, 1, 1), np.uint8),
+                "routed_before": np.zeros((ROWS_BEFORE_MAX + 1, 1, 1), np.uint8),
+            },
+            "routed_before has 65536 rows",
+        ),
+        ({"text": "x" * (METADATA_BYTES_MAX + 1)}, "text has 67108865 bytes"),
     ],
 )
 def test_a_segment_whose_arrays_do_not_fit_is_refused_by_name(
@@ -53,6 +69,20 @@ def test_a_segment_whose_arrays_do_not_fit_is_refused_by_name(
     good = {"token_ids": [1, 2], "labels": [1, 2], "logprobs": [0, 0], "model_steps": [0, 0]}
     with pytest.raises(BadSegment, match=said):
         Segment(**{**good, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n_routed", [np.int64(2), np.uint8(2), 2, -1])
+def test_the_widest_routing_that_is_allowed_is_stored(traces: TraceStore, n_routed: Any) -> None:
+    """What the check lets through, the core takes."""
+    routed = np.full((2, 1, 65535), 7, np.uint8)
+    before = routed[:1].repeat(16, axis=0)
+    traces.open("s", "o")
+    given = Segment([1, 2], [1, 2], [0, 0], [0, 0], "x", routed, n_routed, before)
+    stored = traces.segment("s", traces.insert("s", given))
+    assert (stored.n_routed, type(given.n_routed)) == (2, int)
+    np.testing.assert_array_equal(stored.routed_before, before)
+    del stored
+    traces.release(["s"], owner="o")
 
 
 def test_arrays_with_gaps_are_stored_without_them(traces: TraceStore) -> None:

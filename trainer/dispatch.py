@@ -253,13 +253,16 @@ class Dispatcher:
         self._deaths[owner] += 1  # its draws, waiting or just woken, get nothing any more
         offered, lost = self.buffer.owner_died(owner)
         for group in lost:
-            self._leave_production(group.uid)
             self.sampler.redraw(group.uid, max(r.attempt for r in group.rollouts) + 1)
-        for uid in [uid for uid, (_, holder) in self._in_production.items() if holder == owner]:
-            self._leave_production(uid)
+        had = [work for work, holder in self._in_production.values() if holder == owner]
+        ahead = [w.uid for w in had if w.model_step is not None and w.model_step > self.model_step]
+        for uid in reversed(ahead):  # nothing of these was begun
+            self.sampler.undraw(uid)
         prompts = self.sampler.give_back_all(owner)
+        for work in had:  # not before: a task with nothing to draw and nothing coming has ended
+            self._leave_production(work.uid)
         self._wake()
-        return offered + len(lost) + prompts
+        return offered + len(lost) + len(ahead) + prompts
 
     async def fail(self, part: str, cause: str) -> None:
         """A part is dead for good: whoever waits, or comes later, gets `PartFailed` with the

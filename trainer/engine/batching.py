@@ -269,8 +269,12 @@ class Batcher:
         if one.cancelled is not Cancelled.DROP:
             computed = one.computed()
             known = one.request.n_routed_known
-            routing = self.runner.cache.routing[slot, known : len(computed)].clone()
-            routed = narrow_array(routing) if self.runner.routing.info.layers else None
+            routed = None
+            if self.runner.routing.info.layers:
+                routing = self.runner.cache.routing[slot, known : len(computed)]
+                # numpy's own memory: a tensor that is freed lets the GIL go, and the loop's thread
+                # would stand still behind the next pass for each answer that it has stored.
+                routed = narrow_array(routing).copy()
             goes_on = not one.request.is_last or reason is FinishReason.ABORT
             if goes_on and one.weights_seen == self._weights_seen:
                 self._keep(one.session_key, computed, slot, None)

@@ -48,7 +48,7 @@ class EngineRouter:
         self._info = info
         self._lost = lost
         self._running: dict[str, dict[str, GenerateRequest]] = {name: {} for name in engines}
-        self._up: set[str] = set()
+        self._up: dict[str, int] = {}  # replica -> the model step of the weights that it runs
         self._home: dict[str, str] = {}  # in the order of placing
         self._changed = asyncio.Condition()
         self._weights: WeightsVersion | None = None
@@ -60,7 +60,9 @@ class EngineRouter:
 
     @property
     def model_step(self) -> int:
-        return -1 if self._weights is None else self._weights.model_step
+        """That of the oldest weights that a replica runs; of those to come while none is up."""
+        known = -1 if self._weights is None else self._weights.model_step
+        return min(self._up.values(), default=known)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """As `Engine.generate`, on whichever replica; EngineLost when replicas keep dying."""
@@ -121,14 +123,18 @@ class EngineRouter:
 
     async def _load(self, name: str, mode: SyncMode) -> None:
         try:
-            assert self._weights is not None
-            await self._engines[name].load_weights(self._weights, mode)
+            weights = self._weights
+            assert weights is not None
+            await self._engines[name].load_weights(weights, mode)
         except self._lost:
             self.down(name)
+        else:
+            if name in self._up:
+                self._up[name] = weights.model_step
 
     def down(self, name: str) -> None:
         """Replica `name` is gone: nobody is sent there any more."""
-        self._up.discard(name)
+        self._up.pop(name, None)
         self._home = {key: home for key, home in self._home.items() if home != name}
 
     async def up(self, name: str, weights: WeightsVersion) -> None:
@@ -142,8 +148,8 @@ class EngineRouter:
             )
         except self._lost:
             return
+        self._up[name] = self._weights.model_step
         async with self._changed:
-            self._up.add(name)
             self._changed.notify_all()
 
     @property

@@ -117,6 +117,7 @@ class ProducerActor:
             await asyncio.gather(*(self._router.up(name, weights) for name in engines))
         else:
             await self._ready.engine.load_weights(weights, "pause")
+        self._tell_of_weights()  # to one that was started already, with older ones
         if desk is not None and self._producer is None:
             self._store.sessions.bind(self._setup.owner, heir=None)
             self._producer = Producer(
@@ -199,14 +200,19 @@ class ProducerActor:
         `to_bytes` writes them.
         """
         await self._ready.engine.load_weights(weights_of(weights), mode)
+        self._tell_of_weights()
+        return to_bytes(await self.use())
+
+    def _tell_of_weights(self) -> None:
+        """Work may wait for them."""
         if self._producer is not None:
             self._producer.weights_taken()
-        return to_bytes(await self.use())
 
     async def engine_up(self, name: str, weights: WeightsVersion) -> None:
         """An engine process was started again: it takes the weights, then requests."""
         if self._router is not None:
             await self._router.up(name, weights)
+            self._tell_of_weights()
 
     async def pause(self, timeout_s: float) -> PauseReport:
         """No new work; pending rollouts are aborted into the buffer. See `Producer.pause`."""

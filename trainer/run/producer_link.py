@@ -83,7 +83,10 @@ class ProducerLink:
                     raise
 
     async def _start(self) -> None:
-        """Starts the process with the newest weights, also when they change meanwhile."""
+        """Starts the process with the newest weights, also when they change meanwhile. What takes
+        seconds comes first: it would begin with the weights of before.
+        """
+        await self._handle.prepare.using(when_down="wait")(self._engines)
         start = self._handle.start.using(when_down="wait")
         self._incarnation = await send_newest(
             lambda: self._weights, lambda sent: start(self._desk, self._engines, sent)

@@ -204,6 +204,27 @@ async def test_L12_the_prompts_of_a_dead_producer_go_out_again_and_its_sessions_
     dispatcher.check_books()
 
 
+@pytest.mark.parametrize("is_lent", [False, True])
+async def test_L12_a_task_has_not_ended_while_what_a_dead_producer_had_of_it_is_to_be_drawn_again(
+    store: Store, traces: TraceStore, is_lent: bool
+) -> None:
+    """The last prompts of a finite source; who waits for their batch goes on waiting."""
+    dispatcher = _dispatcher(store, sources={"math": Questions(size=2)}, epochs=1)
+    for work in await _draw(dispatcher):
+        if is_lent:
+            await dispatcher.put(_made(traces, work, Status.ABORTED), owner=P)
+    if is_lent:
+        assert len(await _draw(dispatcher)) == 2
+    taking = asyncio.create_task(dispatcher.take(1, owner=L))
+    await asyncio.sleep(0)
+    dispatcher.owner_died(P)
+    assert dispatcher.ended_tasks() == {}
+    await asyncio.sleep(0)
+    for work in await _draw(dispatcher):
+        await dispatcher.put(_made(traces, work), owner=P)
+    assert len((await taking).groups) == 2
+
+
 async def test_L12_a_draw_that_a_dead_producer_left_behind_gets_no_work(store: Store) -> None:
     dispatcher = _dispatcher(store)
     await _draw(dispatcher)

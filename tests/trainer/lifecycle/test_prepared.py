@@ -284,6 +284,7 @@ def test_L12_what_a_dead_producer_had_prepared_its_successor_prepares(store: Sto
                     if train_step == 2:
                         await asyncio.sleep(1)
                         assert first.report().in_production == 2
+                        prepared = store.sessions.list("producer-0")
                         first._dispatcher = _Cut()  # type: ignore[assignment]
                         running[0].cancel()
                         store.sessions.release_owned("producer-0")
@@ -292,6 +293,8 @@ def test_L12_what_a_dead_producer_had_prepared_its_successor_prepares(store: Sto
                         running.append(asyncio.create_task(successor.run()))
                         await asyncio.sleep(1)
                         assert successor.report().in_production == 2
+                        # The same ids: engines draw their seeds from them.
+                        assert store.sessions.list("producer-0") == prepared
                     return await super().train(batch, train_step)
 
             await run_parts(made, "sync", Dying(made))

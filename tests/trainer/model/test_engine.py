@@ -77,6 +77,14 @@ def test_routing_is_known_for_all_tokens_but_the_last(name: str) -> None:
         np.testing.assert_array_equal(np.sort(routed[:, layer], axis=-1), wanted)
 
 
+def test_an_answer_holds_no_tensor_whose_end_would_let_the_gil_go() -> None:
+    model, tokenizer = family("qwen3_moe")
+    (made,) = generate(model, tokenizer, [request("r", prompts(tokenizer, 5)[4])])
+    for array in (made.routed_experts, made.token_ids, made.logprobs, made.model_steps):
+        assert array is not None
+        assert array.flags.owndata
+
+
 def test_a_group_computes_its_prompt_once_and_shares_its_routing() -> None:
     model, tokenizer = family("qwen3_moe")
     context = prompts(tokenizer, 6)[5]

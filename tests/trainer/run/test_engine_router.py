@@ -176,3 +176,25 @@ async def test_weights_reach_all_that_are_up_and_a_death_meanwhile_is_stepped_ov
     a.load_weights = gone  # type: ignore[method-assign]
     await router.load_weights(V2, "in_flight")
     assert (router.replicas_up, b.model_step, router.model_step) == (1, 2, 2)
+
+
+async def test_new_weights_count_as_taken_only_when_each_replica_that_is_up_runs_them() -> None:
+    """What is begun with them must not be asked of one that still has the old ones."""
+    router, a, b = await two_up()
+    loading: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def slow(weights: WeightsVersion, mode: SyncMode = "pause") -> None:
+        await loading
+
+    b.load_weights = slow  # type: ignore[method-assign]
+    router.down("a")
+    await router.up("a", V2)  # it was started again, with weights that the others get now
+    task = asyncio.create_task(router.load_weights(V2, "in_flight"))
+    await settle()
+    assert (a.model_step, router.model_step) == (2, 1)
+    loading.set_result(None)
+    await task
+    assert router.model_step == 2
+    router.down("a")
+    router.down("b")
+    assert router.model_step == 2, "whoever comes up takes them before anything is asked of it"

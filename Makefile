@@ -9,7 +9,7 @@ CTEST   ?= build/ctest
 # cmake and ninja of .venv if it has them, as the tests do, so that one does not rebuild what the other has built.
 CMAKE   := env PATH="$(abspath $(VENV)/bin):$$PATH" cmake
 
-.PHONY: install demo test test-slow test-trl check bench bench-peers gpu-check core ctest bench-core aarch64-check crash soak soak-train sanitize simulate
+.PHONY: install demo test test-slow test-trl check bench bench-peers gpu-check core ctest bench-core aarch64-check crash soak soak-train sanitize sanitize-python simulate
 
 install: $(STAMP)
 
@@ -80,7 +80,7 @@ soak-train: install
 	$(PY) -m tests.trainer.run.soak --seconds $(S)
 
 # The C++ tests under AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer.
-sanitize:
+sanitize: sanitize-python
 	for kind in address,undefined thread; do \
 	    folder=build/sanitize-$${kind%%,*}; \
 	    $(CMAKE) -S . -B $$folder -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSHMRL_TESTS=ON -DSHMRL_PYTHON=OFF \
@@ -90,6 +90,19 @@ sanitize:
 	    $$folder/shmrl_rules && $$folder/shmrl_crash_matrix --sample 3 && $$folder/shmrl_threads --rounds 500 && \
 	    $$folder/shmrl_fuzz_bytes --rounds 500 && $$folder/shmrl_soak --seconds 10 || exit 1; \
 	done
+
+# The module that Python loads, under AddressSanitizer with UndefinedBehaviorSanitizer. Python's own
+# allocator would hide what lies side by side, and Python itself leaks at its end.
+SANITIZED      := build/sanitize-python
+BINDING_TESTS  := tests/shmstore/test_arrow_damage.py tests/shmstore/test_bad_input.py tests/shmstore/test_copies.py \
+    tests/shmstore/test_handles.py tests/shmstore/test_headers.py tests/shmstore/test_values.py \
+    $(wildcard tests/trainer/lifecycle/test_segment*.py) tests/trainer/lifecycle/test_trace.py
+sanitize-python:
+	$(CMAKE) -S . -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSHMRL_SANITIZE=address,undefined \
+	    -DPython_EXECUTABLE=$$(command -v $(DEV_PYTHON)) -Dnanobind_DIR=$$($(DEV_PYTHON) -m nanobind --cmake_dir) >/dev/null
+	$(CMAKE) --build $(SANITIZED) --target _core
+	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
+	    $(DEV_PYTHON) -m tests.sanitized $(SANITIZED)/_core*.so -q -p no:cacheprovider $(BINDING_TESTS)
 
 # In JOBS processes; tests that share a training run stay together, in an `xdist_group`.
 JOBS ?= 2

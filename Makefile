@@ -102,7 +102,7 @@ sanitize-python:
 	    -DPython_EXECUTABLE=$$(command -v $(DEV_PYTHON)) -Dnanobind_DIR=$$($(DEV_PYTHON) -m nanobind --cmake_dir) >/dev/null
 	$(CMAKE) --build $(SANITIZED) --target _core
 	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))" \
-	    $(DEV_PYTHON) -m tests.sanitized $(SANITIZED)/_core*.so -q -p no:cacheprovider $(BINDING_TESTS)
+	    $(DEV_PYTHON) -m tests.sanitized $(SANITIZED)/_core*.so -q --capture=sys -p no:cacheprovider $(BINDING_TESTS)
 
 # In JOBS processes; tests that share a training run stay together, in an `xdist_group`.
 JOBS ?= 2

@@ -105,7 +105,7 @@ def test_L30_nothing_is_drawn_ahead_of_an_evaluation_or_a_checkpoint(store: Stor
 def test_L25_a_run_that_is_stopped_while_it_trains_goes_on_as_if_nothing_had_been_prepared(
     store: Store,
 ) -> None:
-    async def main() -> tuple[dict[str, Any], dict[str, Any]]:
+    async def main() -> tuple[list[tuple[str, str, int]], ...]:
         states = []
         for prepares in (True, False):
             async with desk(store, **FRESH) as made:
@@ -128,7 +128,7 @@ def test_L25_a_run_that_is_stopped_while_it_trains_goes_on_as_if_nothing_had_bee
                 again = [sampler.draw("math", "p") for _ in range(3)]
                 states.append([(d.ticket, d.prompt.uid, d.attempt) for d in again if d])
                 made.dispatcher.owner_died("p")
-        return states[0], states[1]
+        return tuple(states)
 
     prepared, not_prepared = run_virtual(main())
     assert prepared == not_prepared == [(f"math-{n}", f"math/{n}", 0) for n in (2, 3, 4)]
@@ -285,7 +285,7 @@ def test_L12_what_a_dead_producer_had_prepared_its_successor_prepares(store: Sto
                         await asyncio.sleep(1)
                         assert first.report().in_production == 2
                         prepared = store.sessions.list("producer-0")
-                        first._dispatcher = _Cut()  # type: ignore[assignment]
+                        first._dispatcher = _Cut()
                         running[0].cancel()
                         store.sessions.release_owned("producer-0")
                         made.dispatcher.owner_died("producer-0")

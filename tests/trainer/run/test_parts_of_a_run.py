@@ -99,6 +99,10 @@ class _Producer:
     starts = 0
 
     @property
+    def prepare(self) -> Any:
+        return SimpleNamespace(using=lambda when_down: _nothing)
+
+    @property
     def start(self) -> Any:
         return self
 
@@ -110,6 +114,10 @@ class _Producer:
             return 2
 
         return start
+
+
+async def _nothing(*_: object) -> None:
+    return None
 
 
 async def test_a_producer_whose_engine_died_while_it_was_started_is_started_once_more() -> None:

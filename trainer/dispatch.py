@@ -255,7 +255,7 @@ class Dispatcher:
         for group in lost:
             self.sampler.redraw(group.uid, max(r.attempt for r in group.rollouts) + 1)
         had = [work for work, holder in self._in_production.values() if holder == owner]
-        ahead = [w.uid for w in had if w.model_step is not None and w.model_step > self.model_step]
+        ahead = [work.uid for work in had if work.waits_at(self.model_step)]
         for uid in reversed(ahead):  # nothing of these was begun
             self.sampler.undraw(uid)
         prompts = self.sampler.give_back_all(owner)
@@ -375,9 +375,7 @@ class Dispatcher:
         model_step = self.model_step if weights is None else weights
         targets = self._shares.targets(model_step, self.train_step)
         later = Counter(
-            work.task
-            for work, _ in self._in_production.values()
-            if work.model_step is not None and work.model_step > model_step
+            work.task for work, _ in self._in_production.values() if work.waits_at(model_step)
         )
         while len(works) < n:
             try:

@@ -237,7 +237,7 @@ class Producer:
         may want it, with the weights there are.
         """
         now = self._parts.engine.model_step
-        ahead = [w.uid for w in works if w.model_step is not None and w.model_step > now]
+        ahead = [work.uid for work in works if work.waits_at(now)]
         if not ahead:
             return works
         await self._dispatcher.take_back(ahead, owner=self.owner)

@@ -1,7 +1,8 @@
 """The order of events in a run: three schedules over the same parts, chosen by name (lifecycle L08,
 L20, L23, L30).
 
-`async`      the producer goes on while the learner trains; weights every `sync_interval` steps
+`async`      the producer goes on while the learner trains; weights every `sync_interval` steps;
+             what weights on their way will allow is prepared before they come
 `sync`       produce a batch, pause, train, sync; nothing is stale. While one is trained the next
              is prepared: drawn, its sessions opened, its requests made; it is begun with the
              weights

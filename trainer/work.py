@@ -34,6 +34,10 @@ class Work:
     group: Group | None = None
     model_step: int | None = None
 
+    def waits_at(self, model_step: int) -> bool:
+        """Whether it waits for weights while the engines run those of `model_step`."""
+        return self.model_step is not None and self.model_step > model_step
+
     def __reduce__(self) -> tuple[type[Work], tuple[Any, ...]]:
         """As `Prompt.__reduce__`."""
         return Work, (

@@ -166,8 +166,8 @@ class PendingGroup:
         return group
 
     def _opening(self) -> Content | None:
-        """What each member says when that is all. One with a record, or with a time limit, goes through
-        its environment in a task.
+        """What each member says when that is all. One with a record or a time limit goes through
+        its environment, in a task.
         """
         one_turn, prompt = self._parts.one_turn, self.work.prompt
         if one_turn is None or self.work.group or self._config.rollout_timeout_s is not None:

@@ -363,6 +363,9 @@ void bind_segment_writer(nb::class_<StoreCore>& type, nb::module_& module) {
            none("timeout"), none("parent"))
       .def("bytes", &SegmentWriter::bytes, arg("segment"));
   module.def("known_rows", &known_rows, arg("segment"));
+  module.attr("EXPERTS_PER_TOKEN_MAX") = kExpertsPerTokenMax;
+  module.attr("ROWS_BEFORE_MAX") = kRowsBeforeMax;
+  module.attr("METADATA_BYTES_MAX") = kMetadataBytesMax;
   type.def("session_attach_to_all", &attach_to_all, arg("sessions"), arg("ref").none(),
            arg("parent").none());
 }

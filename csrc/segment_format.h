@@ -28,9 +28,10 @@ static_assert(sizeof(SegmentTrailer) == 62);
 
 inline constexpr std::string_view kSegmentMagic = "segment2";
 
-// What a segment can say; `trainer/segment.py` has the same numbers, and the sentences for more.
-inline constexpr std::uint64_t kExpertsPerTokenMax = UINT16_MAX;
+// What a segment can say; Python takes these from the module, and has the sentences for more.
+inline constexpr std::uint64_t kExpertsPerTokenMax = UINT16_MAX;  // layers times top_k
 inline constexpr std::uint64_t kRowsBeforeMax = UINT16_MAX;
+// Of the text, and of the rows before: they travel in Arrow metadata, which ends at 2 GiB.
 inline constexpr std::uint64_t kMetadataBytesMax = 1ull << 26;
 
 // Where a segment's parts lie; places count from the object's first byte. Four columns of `n`

@@ -17,6 +17,9 @@ OWNERS_MAX: int
 CLIENTS_MAX: int
 NAME_BYTES_MAX: int
 LAYOUT_VERSION: int
+EXPERTS_PER_TOKEN_MAX: int
+ROWS_BEFORE_MAX: int
+METADATA_BYTES_MAX: int
 
 class ArenaFacts(TypedDict):
     name: str

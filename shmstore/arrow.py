@@ -42,6 +42,9 @@ STREAM_HEADS = {
 # Of streams that a trailer ends; see `_core.pyi`.
 segment_places, known_rows = _core.segment_places, _core.known_rows
 SegmentWriter = _core.SegmentWriter
+EXPERTS_PER_TOKEN_MAX = _core.EXPERTS_PER_TOKEN_MAX
+ROWS_BEFORE_MAX = _core.ROWS_BEFORE_MAX
+METADATA_BYTES_MAX = _core.METADATA_BYTES_MAX
 
 
 def _pyarrow() -> ModuleType:

@@ -83,8 +83,9 @@ async def fit(
     """Trains the run in `folder`. Setting `stop` ends it after the step under way, with a
     checkpoint.
 
-    Cancelling ends it at once; either way nothing is left in the arena and no process. BadRunFolder
-    while another process trains it. `gpus`: as in `run_blocking`.
+    Cancelling ends it at once; either way nothing is left in the arena and no process. The folder
+    of a new run that failed before it began is removed again. BadRunFolder while another process
+    trains it. `gpus`: as in `run_blocking`.
     """
     with folder.claimed():
         run = _Run(folder, display or QuietDisplay(), stop or asyncio.Event(), resume, gpus)
@@ -107,6 +108,7 @@ class _Run:
         self.display = display
         self.stop = stop
         self.summary = Summary(folder.name)
+        self._resumes = resume
         self.checkpoint = self._latest() if resume else None
         self._first_step = self.checkpoint.train_step + 1 if self.checkpoint else 1
         self._gone_back = 0
@@ -136,6 +138,8 @@ class _Run:
             first = first_error(error)
             if not isinstance(first, _EXPECTED):
                 raise
+            if not self._resumes and self.folder.remove_unbegun():
+                return self._not_begun(first)
             summary.error = ending.failed(self.folder, first)
         summary.restarts = dict(self._deaths)
         # Resumed without a step to train, the totals are those of the checkpoint, time included.
@@ -143,6 +147,12 @@ class _Run:
         summary.exit = ending.exit_status(summary)
         self._last_words()
         return summary
+
+    def _not_begun(self, error: Exception) -> Summary:
+        self.summary.error = ending.not_begun(error)
+        self.summary.settle()
+        self.summary.exit = ending.exit_status(self.summary)
+        return self.summary
 
     async def _once(self) -> bool:
         """From an arena to its end; False when the run has to go back to its last checkpoint."""

@@ -19,7 +19,12 @@ import numpy as np
 from msgspec.structs import force_setattr, replace
 from numpy.typing import NDArray
 
-from shmstore.arrow import known_rows
+from shmstore.arrow import (
+    EXPERTS_PER_TOKEN_MAX,
+    METADATA_BYTES_MAX,
+    ROWS_BEFORE_MAX,
+    known_rows,
+)
 from trainer.errors import BadSegment
 
 __all__ = ["IGNORE_LABEL", "NO_MODEL_STEP", "Segment", "Trace", "narrowest_unsigned"]
@@ -29,14 +34,6 @@ IGNORE_LABEL = -100
 
 #: `model_step` of a token that no model sampled.
 NO_MODEL_STEP = -1
-
-# What a stored segment can say; `csrc/segment_format.h` has the same numbers.
-#: Experts of one token: layers times top_k.
-EXPERTS_PER_TOKEN_MAX = 65535
-#: Rows of `routed_before`.
-ROWS_BEFORE_MAX = 65535
-#: Bytes of the text, and of `routed_before`: they travel in Arrow metadata, which ends at 2 GiB.
-METADATA_BYTES_MAX = 1 << 26
 
 
 class Segment(msgspec.Struct, frozen=True, eq=False):

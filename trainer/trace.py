@@ -231,14 +231,14 @@ class TraceStore:
 
     def _entry(self, entries: list[Entry], session_id: str, node: int) -> Entry:
         if not 0 <= node < len(entries):
-            raise TraceError(
-                f"session {session_id!r} has nodes 0 to {len(entries) - 1}; there is no {node}"
-            )
+            raise _no_such_node(session_id, node, len(entries))
         return entries[node]
 
     def _only_leaf(self, session_id: str) -> int:
         leaves = self.leaves(session_id)
-        if len(leaves) != 1:
+        if not leaves:
+            raise TraceError(f"session {session_id!r} has no segments; there is no path")
+        if len(leaves) > 1:
             raise TraceError(
                 f"session {session_id!r} has the leaves {leaves}; say which path with node=, text= "
                 "or token_ids="
@@ -367,12 +367,17 @@ _NO_TRACE = Trace(
 )
 
 
+def _no_such_node(session_id: str, node: int, n_nodes: int) -> TraceError:
+    has = f"nodes 0 to {n_nodes - 1}" if n_nodes else "no segments"
+    return TraceError(f"session {session_id!r} has {has}; there is no node {node}")
+
+
 def _refuse(what: str, session_id: str, path: tuple[int, ...], details: Any) -> NoReturn:
     """Say what `read_paths` found wrong with a path."""
     where = f"session {session_id!r}"
     if what == "node":
-        node, count = details
-        raise TraceError(f"{where} has nodes 0 to {count - 1}; there is no {node}")
+        node, n_nodes = details
+        raise _no_such_node(session_id, node, n_nodes)
     if what == "before":
         node, n_before, length = details
         raise RoutingGap(

@@ -12,7 +12,8 @@ On the CPU a writer and a reader put the parameters of their model side by side,
 memory for each type, in which they lie as in the object: weights are then copied in one go, like
 any other bytes. The parameters stay there; those of a type in which some share memory stay where
 they were. Where they lie in an object is worked out once, and an object that begins with the same
-bytes as the one before is not read again.
+bytes as the one before is not read again. Who changes a model after that (replaces, moves, ties or
+adds parameters) makes a new writer or reader; the old one is `ParametersChanged`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ import torch
 from shmstore import ObjectRef, Store
 from shmstore.copies import Copies
 from trainer.engine.protocol import WeightsVersion
-from trainer.errors import EngineError
+from trainer.errors import EngineError, TrainerError
 
-__all__ = ["WeightsMismatch", "WeightsReader", "WeightsWriter"]
+__all__ = ["ParametersChanged", "WeightsMismatch", "WeightsReader", "WeightsWriter"]
 
 _ALIGNED_ITEMS = 16
 """Each parameter begins at a multiple of so many items, in the object and in memory."""
@@ -48,6 +49,10 @@ _TYPE_OF = {name: kind for kind, name in _NAME_OF.items()}
 
 class WeightsMismatch(EngineError):
     """Published weights that are not those of this model; nothing was changed."""
+
+
+class ParametersChanged(TrainerError):
+    """A model that was changed after its writer or reader was made; nothing was written."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,8 @@ class _Parameters:
     on a device, which could not hold a large row twice, one for each parameter.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, user: str) -> None:
+        self._model, self._user = model, user
         self.named: dict[str, torch.Tensor] = dict(model.named_parameters())
         self.device = next(iter(self.named.values())).device
         self.at: dict[str, tuple[torch.Tensor, int]] = {}
@@ -96,12 +102,16 @@ class _Parameters:
                 self.at.update(_side_by_side(named))
             else:
                 self.at.update((name, (_alone(value), 0)) for name, value in named.items())
+        self._live = list(self.named.values())
+        self._looks = _looks(self._live)
+        self._all_names = _all_names(model)
+        self._remember_parts()
+
+    def _remember_parts(self) -> None:
         # Live views of the tables in which each module keeps its modules and its parameters.
-        tables = [t for m in model.modules() for t in (m._modules, m._parameters)]
+        tables = [t for m in self._model.modules() for t in (m._modules, m._parameters)]
         self._parts_now = [table.values() for table in tables]
         self._parts = list(itertools.chain.from_iterable(self._parts_now))
-        self._live = list(self.named.values())
-        self._addresses = [value.data_ptr() for value in self._live]
 
     def runs(self, places: Mapping[str, _Place]) -> list[_Run]:
         """Which stretches of the rows are stretches of an object with these places."""
@@ -115,13 +125,59 @@ class _Parameters:
         return runs
 
     def check(self) -> None:
-        """They must be the model's own, and where they were when they became rows."""
-        now = [value.data_ptr() for value in self._live]
-        moved = sum(map(operator.ne, now, self._addresses))
-        assert not moved, f"{moved} parameters are not where they were"
+        """`ParametersChanged` unless they are the model's own, and as when they became rows."""
         parts = list(itertools.chain.from_iterable(self._parts_now))
         same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
-        assert same, "modules or parameters of the model were replaced, added or removed since"
+        if same and _looks(self._live) == self._looks:
+            return
+        if changes := self._changes():
+            more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+            raise ParametersChanged(
+                f"parameters of the model were changed after its {self._user} was made: "
+                f"{'; '.join(changes[:3])}{more}. Nothing was written; make a new {self._user} "
+                "after each such change"
+            )
+        self._remember_parts()  # modules are others, and the parameters as they were
+
+    def _changes(self) -> list[str]:
+        """What became of each parameter that is not as it was."""
+        before, now = self._all_names, _all_names(self._model)
+        names = {id(value): name for name, value in before.items()}
+        looks = dict(zip(map(id, self._live), zip(*self._looks, strict=True), strict=True))
+        found = []
+        for name in before | now:
+            old, new = before.get(name), now.get(name)
+            if new is None:
+                found.append(f"{name} was removed")
+            elif old is None:
+                found.append(f"{name} was added")
+            elif new is not old:
+                tied = names.get(id(new))
+                found.append(f"{name} was {f'tied to {tied}' if tied else 'replaced'}")
+            else:
+                address, shape, _ = looks[id(old)]
+                if new.shape != shape:
+                    found.append(f"{name} has the shape {[*new.shape]}, and had {[*shape]}")
+                elif not new.is_contiguous():
+                    found.append(f"{name} lies in memory with gaps or in another order")
+                elif new.data_ptr() != address:
+                    found.append(f"{name} lies elsewhere in memory (its .data was assigned)")
+        return found
+
+
+def _looks(values: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Of each: where it lies, its shape, and whether it lies there without gaps and in order."""
+    looks: tuple[Any, ...] = (
+        torch.Tensor.data_ptr,
+        torch.Tensor.size,
+        torch.Tensor.is_contiguous,
+    )
+    return [list(map(look, values)) for look in looks]
+
+
+def _all_names(model: Any) -> dict[str, torch.Tensor]:
+    """Every name of every parameter: a tied one has several."""
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _follows(run: _Run, last: _Run) -> bool:
@@ -199,7 +255,7 @@ class WeightsWriter:
 
     def __init__(self, model: Any, store: Store, dtype: torch.dtype | None = None) -> None:
         self._store = store
-        self._parameters = _Parameters(model)
+        self._parameters = _Parameters(model, "WeightsWriter")
         tensors = {name: self._parameters.named[name] for name in self._parameters.at}
         entries, places, self._size = _plan(
             tensors, {name: dtype or value.dtype for name, value in tensors.items()}
@@ -215,7 +271,8 @@ class WeightsWriter:
     ) -> WeightsVersion:
         """Writes the parameters into one new object of `session`.
 
-        `timeout`: seconds to wait for room. Raises StoreFull and SessionReleased of shmstore.
+        `timeout`: seconds to wait for room. Raises ParametersChanged, and StoreFull and
+        SessionReleased of shmstore.
         """
         self._parameters.check()
         self._header[:_LEAD_BYTES] = _lead(self._entries_bytes, model_step)
@@ -231,7 +288,7 @@ class WeightsReader:
 
     def __init__(self, model: Any, store: Store) -> None:
         self._store = store
-        self._parameters = _Parameters(model)
+        self._parameters = _Parameters(model, "WeightsReader")
         self._known_size = -1
         self._entries_at = slice(0)
         self._known = torch.empty(0, dtype=torch.uint8)
@@ -242,13 +299,14 @@ class WeightsReader:
     def load(self, version: WeightsVersion) -> None:
         """Copies a version into the model's parameters.
 
-        Raises WeightsMismatch, or ObjectFreed of shmstore when the version is gone.
+        Raises WeightsMismatch, ParametersChanged, or ObjectFreed of shmstore when the version is
+        gone.
         """
         blob = self._store.get(ObjectRef.from_bytes(version.ref))
         if not isinstance(blob, torch.Tensor) or blob.dtype is not torch.uint8:
             raise WeightsMismatch("the object does not hold published weights: they are bytes")
-        self._read_header(blob, version)
         self._parameters.check()
+        self._read_header(blob, version)
         with torch.no_grad(), Copies(self._store, self._parameters.device) as copies:
             copies.upload_all([run.of(blob) for run in self._runs], self._memory)
 

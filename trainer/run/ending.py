@@ -22,7 +22,15 @@ from trainer.run.summary import (
     Summary,
 )
 
-__all__ = ["ended_at_once", "exit_status", "failed", "last_words", "leave_pictures", "not_kept"]
+__all__ = [
+    "ended_at_once",
+    "exit_status",
+    "failed",
+    "last_words",
+    "leave_pictures",
+    "not_begun",
+    "not_kept",
+]
 
 
 def exit_status(summary: Summary) -> int:
@@ -37,16 +45,33 @@ def exit_status(summary: Summary) -> int:
 def failed(folder: RunFolder, error: BaseException) -> str:
     """The error of a run that `error` ended; of a full disk or arena with what to do."""
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        text += f"\n  what to do: make room there; {_going_on(folder)}"
-    if isinstance(error, OutOfMemory):
-        text += f"\n  what to do: enlarge it, or lower store.capacity (--set); {_going_on(folder)}"
-    if isinstance(error, StoreFull) and not isinstance(error, TableFull):
-        text += (
-            "\n  what to do: raise store.capacity, or lower replay.max_bytes, "
-            "rollout.prompts_per_step or schedule.max_staleness"
-        )
+    remedy = _remedy(error)
+    if remedy:
+        text += f"\n  what to do: {remedy}; {_going_on(folder)}"
     return text
+
+
+def not_begun(error: BaseException) -> str:
+    """The error of a new run that `error` ended before anything of it was."""
+    remedy = _remedy(error)
+    return (
+        f"{type(error).__name__}: {error}\n  {f'what to do: {remedy}; ' if remedy else ''}"
+        "the run had not begun and left no folder: the same command begins it when that is mended"
+    )
+
+
+def _remedy(error: BaseException) -> str | None:
+    """What to do about a full disk, machine or arena."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "make room there"
+    if isinstance(error, OutOfMemory):
+        return "enlarge it, or lower store.capacity (--set)"
+    if isinstance(error, StoreFull) and not isinstance(error, TableFull):
+        return (
+            "raise store.capacity, or lower replay.max_bytes, rollout.prompts_per_step or "
+            "schedule.max_staleness"
+        )
+    return None
 
 
 def ended_at_once(folder: RunFolder) -> str:

@@ -69,14 +69,24 @@ class RunFolder:
             for part in (path, folder.checkpoints, folder.logs):
                 part.mkdir(parents=True, exist_ok=True)
             folder.write_config(config)
-        except OSError as error:
+        except BaseException as error:  # nobody can go on with a folder without config.yaml
+            shutil.rmtree(path, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             raise BadRunFolder(
                 f"{path} cannot be written: {error}; choose another place (--set run.folder=...)"
             ) from error
-        except BaseException:  # interrupted: nobody can go on with a folder without config.yaml
-            shutil.rmtree(path, ignore_errors=True)
-            raise
         return folder
+
+    def remove_unbegun(self) -> bool:
+        """Removes what `create` made if there is nothing else, so that a run of this name can be
+        created again; -> whether it did. Not for a folder in which something is to go on.
+        """
+        made = (self.checkpoints, self.logs, self.config_file)
+        if set(self.path.glob("*")) != set(made) or any((*made[0].glob("*"), *made[1].glob("*"))):
+            return False
+        shutil.rmtree(self.path, ignore_errors=True)
+        return not self.path.exists()
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shmstore.arrow import METADATA_BYTES_MAX, ROWS_BEFORE_MAX
 from trainer import Segment
 from trainer.errors import BadSegment
-from trainer.segment import METADATA_BYTES_MAX, ROWS_BEFORE_MAX, narrowest_unsigned
+from trainer.segment import narrowest_unsigned
 from trainer.trace import TraceStore
 
 

@@ -210,8 +210,18 @@ def test_export_without_a_query_needs_a_single_leaf(talk: TraceStore) -> None:
 
 
 def test_a_node_that_does_not_exist_is_named(talk: TraceStore) -> None:
-    with pytest.raises(TraceError, match="nodes 0 to 4; there is no 7"):
-        talk.export("s", node=7)
+    for look in (talk.export, talk.segment, talk.path):
+        with pytest.raises(TraceError, match="nodes 0 to 4; there is no node 7"):
+            look("s", node=7)
+
+
+def test_a_session_without_segments_says_so(traces: TraceStore) -> None:
+    traces.open("s", owner="producer-0")
+    for look in (traces.export, traces.segment, traces.path):
+        with pytest.raises(TraceError, match=r"'s' has no segments; there is no node 0"):
+            look("s", node=0)
+    with pytest.raises(TraceError, match=r"'s' has no segments; there is no path"):
+        traces.export("s")
 
 
 def test_several_trainable_segments_of_one_session_share_their_beginning(talk: TraceStore) -> None:

@@ -96,6 +96,30 @@ def test_a_folder_that_cannot_be_made_is_refused_with_what_to_do(
         RunFolder.create(config, "r")
 
 
+def test_a_folder_that_could_only_be_made_in_part_does_not_stay(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, _: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.run.folder, "write_atomically", full)
+        with pytest.raises(BadRunFolder, match="No space left on device"):
+            RunFolder.create(folder.config(), "other")
+    RunFolder.create(folder.config(), "other")
+
+
+def test_only_a_folder_with_nothing_of_a_run_in_it_is_removed(folder: RunFolder) -> None:
+    for part in (folder.metrics_file, folder.logs / "learner.log", folder.checkpoints / ".draft"):
+        part.write_text("")
+        assert not folder.remove_unbegun()
+        part.unlink()
+    assert folder.config_file.exists()
+    assert folder.remove_unbegun()
+    assert not folder.path.exists()
+    assert not folder.remove_unbegun()
+
+
 async def write_until_the_disk_is_full(folder: RunFolder, step: int) -> None:
     async with folder.new_checkpoint(step) as draft:
         (draft / "half").write_text("x")

@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from shmstore import Store
+from shmstore.testing import unique_name
 from tests.trainer.run import runs
 
 pytestmark = pytest.mark.timeout(600)  # against a hang: a loaded machine starts processes slowly
+
+TOO_SMALL = """
+from shmstore import Store
+create = Store.create
+Store.create = lambda name, **limits: create(name, **{**limits, "capacity": "8TiB"})
+"""
 
 QUICK = ("eval.prompts=0", "checkpoint.final=false", "metrics.plot=false")
 
@@ -39,6 +47,30 @@ def test_a_run_goes_on_when_the_reader_of_its_lines_has_gone(tmp_path: Path) -> 
     result = run.result()
     assert (result.status, result.summary["steps"], result.summary["error"]) == (0, 20, None)
     runs.check_clean(result, run.name)
+
+
+@pytest.mark.parametrize("cause", ["the name is taken", "the machine is too small"])
+def test_a_run_without_an_arena_leaves_nothing_and_the_same_command_works_afterwards(
+    tmp_path: Path, cause: str
+) -> None:
+    name = unique_name()
+    folder = tmp_path / name
+    settings = ("run.folder=" + str(tmp_path), "run.name=" + name, *QUICK, "schedule.steps=1")
+    sets = [part for text in settings for part in ("--set", text)]
+    train = ["train", str(runs.TINY), *sets]
+    if cause == "the name is taken":
+        with Store.create(name):
+            refused = runs.Run(train, folder).result()
+        Store.unlink(name)
+    else:
+        refused = runs.Run(train, folder, prelude=TOO_SMALL).result()
+    assert refused.status == 1
+    assert refused.stderr.endswith(
+        "the run had not begun and left no folder: the same command begins it when that is mended\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+    result = runs.Run(train, folder).result()
+    assert (result.status, result.summary["steps"]) == (0, 1), result.stderr
 
 
 ON_A_TERMINAL = """

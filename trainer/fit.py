@@ -227,7 +227,6 @@ class _Run:
         display.note(words_after(ready))
         weights = await parts.learner.publish(ready.train_step)
         await dispatcher.set_steps(train_step=ready.train_step + 1, model_step=ready.train_step)
-        await parts.producer.begin(weights, dispatcher, desk)
         metrics = self._metrics()
         driver = Driver(
             self.config,
@@ -242,8 +241,10 @@ class _Run:
             alarm.moved,
         )
         try:
+            await parts.producer.begin(weights, dispatcher, desk)
             await beside((parts.producer.supervise(), alarm.ring()), driver.run(self.stop))
         finally:
+            driver.close()
             metrics.close()
         return True
 

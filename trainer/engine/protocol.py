@@ -10,6 +10,7 @@ Implementations: `trainer.engine.scripted` (no model), the torch engine. Imports
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ __all__ = [
     "SyncMode",
     "Tokenizer",
     "WeightsVersion",
+    "awaited",
 ]
 
 #: How new weights are taken (lifecycle L20): with nothing running, or between two decode steps.
@@ -201,6 +203,26 @@ class Submits(Protocol):
     def drop(self, requests: Sequence[GenerateRequest]) -> None:
         """Nobody waits for these any more: they end, and `answered` hears nothing of them."""
         ...
+
+
+async def awaited(engine: Submits, request: GenerateRequest) -> Generation:
+    """`Engine.generate` of an engine that answers by a call."""
+    answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+
+    def answered(answers: Answers) -> None:
+        ((_, outcome),) = answers
+        if not answer.done():
+            if isinstance(outcome, Exception):
+                answer.set_exception(outcome)
+            else:
+                answer.set_result(outcome)
+
+    engine.submit([request], answered)
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        engine.drop([request])
+        raise
 
 
 class Tokenizer(Protocol):

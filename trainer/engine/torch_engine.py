@@ -35,6 +35,7 @@ from trainer.engine.protocol import (
     SyncMode,
     Tokenizer,
     WeightsVersion,
+    awaited,
 )
 from trainer.engine.sampling import seed_of
 from trainer.engine.sequence import Cancelled
@@ -166,22 +167,7 @@ class TorchEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """One continuation. Raises EngineError (PromptTooLong, EngineClosed), for this one only."""
-        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-
-        def answered(answers: Answers) -> None:
-            ((_, outcome),) = answers
-            if not answer.done():
-                if isinstance(outcome, Exception):
-                    answer.set_exception(outcome)
-                else:
-                    answer.set_result(outcome)
-
-        self.submit([request], answered)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            self.drop([request])
-            raise
+        return await awaited(self, request)
 
     def submit(
         self, requests: Sequence[GenerateRequest], answered: Callable[[Answers], None]

@@ -9,7 +9,7 @@ the current weights before it is asked.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,10 @@ import msgspec
 from msgspec.structs import replace
 
 from trainer.config import Config
-from trainer.engine.protocol import (
-    EngineInfo,
-    GenerateRequest,
-    Generation,
-    SyncMode,
-    WeightsVersion,
-)
+from trainer.engine.protocol import WeightsVersion
 from trainer.errors import TrainerError
 from trainer.placement import Cores, keep_for_good, own_device, rest_device
+from trainer.run.engine_link import ServedEngine
 
 if TYPE_CHECKING:
     from shmstore import Store
@@ -134,8 +129,8 @@ def use_of(engine: TorchEngine) -> EngineUse:
     )
 
 
-class EngineActor:
-    """The `Engine` protocol as an actor."""
+class EngineActor(ServedEngine):
+    """The torch engine as an actor."""
 
     def __init__(self, setup: EngineSetup) -> None:
         from actors import current
@@ -146,23 +141,8 @@ class EngineActor:
             raise TrainerError("the engine was spawned in a runtime without a store")
         self._device = setup.config.engine.device
         self._engine, _ = make_engine(setup.config, setup.cores.threads, store)
+        super().__init__(self._engine)
         keep_for_good()
-
-    async def describe(self) -> EngineInfo:
-        """Constants of the model."""
-        return self._engine.info
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """As `Engine.generate`."""
-        return await self._engine.generate(request)
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """As `Engine.abort`."""
-        return await self._engine.abort(request_ids)
-
-    async def load_weights(self, weights: WeightsVersion, mode: SyncMode = "pause") -> None:
-        """As `Engine.load_weights`."""
-        await self._engine.load_weights(weights, mode)
 
     async def rest(self) -> None:
         """Gives cached memory of the device back (colocated schedule)."""

@@ -35,6 +35,7 @@ from trainer.placement import Cores, keep_for_good, rest_device
 from trainer.producer import PauseReport, Producer
 from trainer.rollout import Prompt
 from trainer.run.engine_actor import EngineUse, make_engine, to_bytes, use_of, weights_of
+from trainer.run.engine_link import EngineLink
 from trainer.trace import TraceStore
 
 if TYPE_CHECKING:
@@ -147,8 +148,8 @@ class ProducerActor:
         from trainer.model.models import build_tokenizer
 
         info = await _described(engines)
-        remote: Mapping[str, Any] = engines  # handles answer the methods of the protocol
-        self._router = EngineRouter(remote, info, (ActorDied,))
+        links = {name: EngineLink(handle) for name, handle in engines.items()}
+        self._router = EngineRouter(links, info, (ActorDied,))
         return self._router, build_tokenizer(self._config.model)
 
     async def _produce(self, producer: Producer, desk: Handle) -> None:
@@ -192,6 +193,8 @@ class ProducerActor:
             await self._tasks.aclose()
         if self._inline is not None:
             await self._inline.aclose()
+        if self._router is not None:
+            await self._router.aclose()
 
     # -- weights ---------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""The processes of `test_processes.py` and `test_failure_channel.py`: a producer, a judge, a
-learner; the engine is `ScriptedEngine` itself.
+"""The processes of `test_processes.py` and `test_failure_channel.py`: a producer, an engine, a
+judge, a learner.
 
 Each is an actor in a process of its own. All tokens go through the arena; messages carry groups,
 batches, counters.
@@ -15,23 +15,31 @@ import numpy as np
 import actors
 from actors import ActorDied
 from shmstore import Store
-from tests.trainer.lifecycle.kit import CountingJudge, TwoTurns
+from tests.trainer.lifecycle.kit import CountingJudge, SubmittedEngine, TwoTurns
 from trainer.engine.protocol import WeightsVersion
 from trainer.engine.router import EngineRouter
 from trainer.engine.scripted import ByteTokenizer, Script, ScriptedEngine, routing_of
 from trainer.pending import ProducerConfig, ProducerParts
 from trainer.producer import PauseReport, Producer
 from trainer.rollout import Batch, Prompt
+from trainer.run.engine_link import EngineLink, ServedEngine
 from trainer.segment import Trace
 from trainer.trace import TraceStore
 
-__all__ = ["LearnerProcess", "ProducerProcess", "ScriptedEngine", "SilentJudge"]
+__all__ = ["EngineProcess", "LearnerProcess", "ProducerProcess", "SilentJudge"]
 
 
 def _store() -> Store:
     store = actors.current().runtime.store
     assert isinstance(store, Store)
     return store
+
+
+class EngineProcess(ServedEngine):
+    """A scripted engine."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(SubmittedEngine(script))
 
 
 class ProducerProcess:
@@ -43,7 +51,7 @@ class ProducerProcess:
         store = _store()
         store.sessions.bind(owner, heir=None)
         info = ScriptedEngine(script).info
-        self.router = EngineRouter({"engine": engine}, info, (ActorDied,))
+        self.router = EngineRouter({"engine": EngineLink(engine)}, info, (ActorDied,))
         parts = ProducerParts(
             self.router, TraceStore(store), ByteTokenizer(), TwoTurns(), judge or CountingJudge()
         )

@@ -17,9 +17,9 @@ import actors
 from shmstore import Store
 from shmstore.testing import unique_name
 from tests.trainer.lifecycle.cast import (
+    EngineProcess,
     LearnerProcess,
     ProducerProcess,
-    ScriptedEngine,
     SilentJudge,
 )
 from tests.trainer.lifecycle.kit import Questions
@@ -42,7 +42,7 @@ async def _parts(
     """All processes of a run, at work on one group that will never be finished."""
     script = Script(stall_rate=0.0 if victim == "judge" else 1.0)
     desk = await runtime.host(dispatcher, name="desk")
-    engine = await runtime.spawn(ScriptedEngine, script, name="engine")
+    engine = await runtime.spawn(EngineProcess, script, name="engine")
     judge = await runtime.spawn(SilentJudge, name="judge")
     producer = await runtime.spawn(ProducerProcess, desk, engine, script, P, judge, name=P)
     await producer.start(0, False)

@@ -129,11 +129,12 @@ async def test_a_mate_that_ends_while_another_waits_for_room_leaves_the_prompt_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There may be room by then, and what waits would be taken for an answer."""
-    stored = threading.Event()
+    waits, stored = threading.Event(), threading.Event()
     put_apart = TraceStore.put_apart
 
     def slow(traces: TraceStore, segment: Segment, wait_s: float | None = None) -> ObjectRef:
         if wait_s is not None:
+            waits.set()
             assert stored.wait(30)
         return put_apart(traces, segment, wait_s)
 
@@ -145,8 +146,7 @@ async def test_a_mate_that_ends_while_another_waits_for_room_leaves_the_prompt_t
         dispatch = {**WIDE, "batch_groups": 1}
         async with desk(store, engine=engine, dispatch=dispatch, produce=produce) as made:
             taking = asyncio.create_task(made.dispatcher.take(1, owner="learner", timeout=100))
-            while made.producer.report().requests_running != 1:
-                await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(waits.wait, 30)
             store.sessions.release_owned("somebody")
             engine.go.set()
             while made.producer.report().requests_running:

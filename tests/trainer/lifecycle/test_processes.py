@@ -19,7 +19,7 @@ import actors
 from actors import ActorDied
 from shmstore import Store
 from shmstore.testing import unique_name
-from tests.trainer.lifecycle.cast import LearnerProcess, ProducerProcess, ScriptedEngine
+from tests.trainer.lifecycle.cast import EngineProcess, LearnerProcess, ProducerProcess
 from tests.trainer.lifecycle.kit import Questions
 from trainer.dispatch import Dispatcher
 from trainer.engine.protocol import SyncMode
@@ -65,7 +65,7 @@ class _Driver:
     async def start_producer(self) -> None:
         """An engine and its producer; when one dies both are replaced."""
         if self.engine is None:
-            self.engine = await self.runtime.spawn(ScriptedEngine, SCRIPT, name="engine")
+            self.engine = await self.runtime.spawn(EngineProcess, SCRIPT, name="engine")
         self.producer = await self.runtime.spawn(
             ProducerProcess, self.desk, self.engine, SCRIPT, OWNER, name=OWNER
         )

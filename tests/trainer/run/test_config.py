@@ -121,6 +121,11 @@ def test_every_kind_of_mistake_is_reported_in_one_go_with_its_line(tmp_path: Pat
         ("run: {name: 'a/b'}\n", "run.name", "letters"),
         ("run: {name: '_a'}\n", "run.name", "begin with a letter"),
         ("run: {deterministic: true}\n", "run.deterministic", "sync"),
+        (
+            "run: {deterministic: true}\nschedule: {name: sync, oversample: 1.5}\n",
+            "run.deterministic",
+            "needs schedule.oversample: 1, not 1.5",
+        ),
         ("replay: {expiry: drop, tail_batch: 3}\n", "replay.tail_batch", "retry"),
         ("schedule: {max_token_staleness: 2}\n", "schedule.max_token_staleness", "expires"),
         ("store: {max_sessions: 64}\n", "store.max_sessions", "rollouts"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from trainer.engine.protocol import (
+    Answers,
     EngineInfo,
     GenerateRequest,
     Generation,
@@ -30,39 +32,52 @@ class Gone(Exception):
 class Replica:
     """An engine that answers when told to, or dies."""
 
-    info = INFO
-
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.calls: list[int] = []
         self.model_step = -1
-        self.waiting: dict[str, asyncio.Future[Generation]] = {}
+        self.waiting: dict[GenerateRequest, Callable[[Answers], None]] = {}
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        self.asked.append(request.session_id)
-        future = asyncio.get_running_loop().create_future()
-        self.waiting[request.request_id] = future
-        return await future
+    def submit(
+        self, requests: Sequence[GenerateRequest], answered: Callable[[Answers], None]
+    ) -> None:
+        self.calls.append(len(requests))
+        self.asked += [request.session_id for request in requests]
+        self.waiting.update(dict.fromkeys(requests, answered))
+
+    def drop(self, requests: Sequence[GenerateRequest]) -> None:
+        for request in requests:
+            del self.waiting[request]
+
+    def end(self, *found: GenerateRequest, outcome: Generation | Exception) -> None:
+        """All that are found end with it, at the same time."""
+        told: dict[Callable[[Answers], None], list[tuple[GenerateRequest, Any]]] = {}
+        for one in found:
+            told.setdefault(self.waiting.pop(one), []).append((one, outcome))
+        for answered, answers in told.items():
+            answered(answers)
 
     def answer(self, reason: FinishReason = FinishReason.STOP) -> None:
-        for future in self.waiting.values():
-            empty = np.zeros(0, np.int32)
-            future.set_result(Generation(empty, empty.astype(np.float32), empty, "", reason))
-        self.waiting.clear()
+        self.end(*self.waiting, outcome=generation(reason))
 
     def die(self) -> None:
-        for future in self.waiting.values():
-            future.set_exception(Gone())
-        self.waiting.clear()
+        self.end(*self.waiting, outcome=Gone())
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        count = len(self.waiting)
-        self.answer(FinishReason.ABORT)
-        return count
+        found = [r for r in self.waiting if request_ids is None or r.request_id in request_ids]
+        self.end(*found, outcome=generation(FinishReason.ABORT))
+        return len(found)
 
     async def load_weights(self, weights: WeightsVersion, mode: SyncMode = "pause") -> None:
         self.model_step = weights.model_step
 
     async def aclose(self) -> None: ...
+
+
+def generation(reason: FinishReason) -> Generation:
+    """Of one token."""
+    one = np.ones(1, np.int32)
+    return Generation(one, one.astype(np.float32), one, "", reason)
 
 
 def request(session: str, group: str | None = None, turn: int = 0) -> GenerateRequest:
@@ -161,10 +176,119 @@ async def test_abort_reaches_the_replicas_that_have_the_requests() -> None:
     tasks = [asyncio.create_task(router.generate(request(s))) for s in "wx"]
     await settle()
     assert await router.abort(["w/0"]) == 1
-    assert (await tasks[0]).finish_reason is FinishReason.ABORT
+    aborted = await tasks[0]
+    assert aborted.finish_reason is FinishReason.ABORT
+    assert len(aborted.token_ids) == 1, "it keeps what it had"
     assert not tasks[1].done()
     b.answer()
     await tasks[1]
+
+
+async def test_L21_an_aborted_request_that_has_no_engine_any_more_ends_with_nothing() -> None:
+    """It is not begun again: a pause waits for it."""
+    router, a, b = await two_up()
+    tasks = [asyncio.create_task(router.generate(request(s))) for s in "wx"]
+    await settle()
+
+    async def dies(request_ids: Sequence[str] | None = None) -> int:
+        a.die()
+        raise Gone
+
+    a.abort = dies  # type: ignore[method-assign]
+    assert await router.abort(["w/0"]) == 0
+    ended = await tasks[0]
+    assert (ended.finish_reason, len(ended.token_ids)) == (FinishReason.ABORT, 0)
+    b.die()  # and now none is up
+    await settle()
+    assert await router.abort() == 1
+    ended = await tasks[1]
+    assert (ended.finish_reason, len(ended.token_ids)) == (FinishReason.ABORT, 0)
+    await router.up("a", V1)
+    assert a.asked == ["w"], "they do not go to the next that comes up"
+
+
+class Heard:
+    """A listener that keeps what it was told, and when together."""
+
+    def __init__(self) -> None:
+        self.times: list[list[tuple[str, Any]]] = []
+
+    def __call__(self, answers: Answers) -> None:
+        self.times.append([(asked.session_id, answer) for asked, answer in answers])
+
+    @property
+    def sessions(self) -> list[str]:
+        """In the order in which they were told, as often as they were."""
+        return [session for time in self.times for session, _ in time]
+
+
+async def test_what_is_submitted_together_goes_together_and_comes_together() -> None:
+    router, a, b = await two_up()
+    p, q = Heard(), Heard()
+    router.submit([request(f"p{k}", "p") for k in range(3)], p)
+    router.submit([request(f"q{k}", "q") for k in range(3)], q)
+    assert (a.asked, b.asked) == (["p0", "p1", "p2"], ["q0", "q1", "q2"])
+    assert (a.calls, b.calls) == ([3], [3])
+    a.end(*list(a.waiting)[:2], outcome=generation(FinishReason.STOP))
+    assert [len(time) for time in p.times] == [2]
+    a.answer()
+    assert p.sessions == ["p0", "p1", "p2"]
+    assert not q.times
+
+
+async def test_a_dead_replicas_requests_are_neither_lost_nor_answered_twice() -> None:
+    """Also those that it had answered, and those whose answer was an error of their own."""
+    router, a, b = await two_up()
+    heard = Heard()
+    router.submit([request(f"p{k}", "p") for k in range(4)], heard)
+    first, second, *_ = a.waiting
+    again = a.waiting[first]
+    a.end(first, outcome=generation(FinishReason.STOP))
+    a.end(second, outcome=ValueError("this one's"))
+    a.die()
+    assert b.asked == ["p2", "p3"]
+    b.answer()
+    assert heard.sessions == ["p0", "p1", "p2", "p3"]
+    assert isinstance(heard.times[1][0][1], ValueError)
+    assert router.restarted_requests == 2
+    again([(first, generation(FinishReason.STOP)), (second, Gone())])
+    assert len(heard.sessions) == 4, "what comes later is of no interest"
+    assert not router._asked
+    assert not any(router._running.values())
+
+
+async def test_what_was_dropped_is_not_begun_again_and_its_listener_hears_nothing() -> None:
+    router, a, b = await two_up()
+    heard = Heard()
+    asked = [request(f"p{k}", "p") for k in range(2)]
+    router.submit(asked, heard)
+    router.drop(asked[:1])
+    assert list(a.waiting) == asked[1:]
+    a.die()
+    assert b.asked == ["p1"]
+    b.die()
+    router.drop(asked[1:])  # while it waits for a replica
+    await router.up("a", V1)
+    assert a.asked == ["p0", "p1"]
+    assert not heard.times
+
+
+async def test_an_engine_that_refuses_a_call_fails_its_requests_alone() -> None:
+    router, a, b = await two_up()
+    heard = Heard()
+
+    def refuses(requests: object, answered: object) -> None:
+        raise ValueError("closed")
+
+    a.submit = refuses  # type: ignore[method-assign, assignment]
+    router.submit([request("w"), request("x")], heard)
+    assert not heard.times, "not before submit has returned"
+    await settle()
+    b.answer()
+    assert [(session, type(answer)) for time in heard.times for session, answer in time] == [
+        ("w", ValueError),
+        ("x", Generation),
+    ]
 
 
 async def test_weights_reach_all_that_are_up_and_a_death_meanwhile_is_stepped_over() -> None:

@@ -17,7 +17,7 @@ from tests.trainer.lifecycle.kit import (
     desk,
 )
 from trainer.engine.protocol import GenerateRequest, Generation
-from trainer.engine.scripted import Script
+from trainer.engine.scripted import Script, ScriptedEngine
 from trainer.errors import EndOfData
 from trainer.segment import Segment
 from trainer.trace import TraceStore
@@ -112,12 +112,10 @@ async def test_mates_wait_for_room_for_their_prompt_together_and_not_one_after_t
     assert waited == [0.1, 0.1], "once a group"
 
 
-class _AnswersLater(SubmittedEngine):
+class _AnswersLater(ScriptedEngine):
     """The second member of a group hears when `go` is set."""
 
-    def __init__(self) -> None:
-        super().__init__(Script())
-        self.go = asyncio.Event()
+    go: asyncio.Event
 
     async def generate(self, request: GenerateRequest) -> Generation:
         if request.session_id.endswith("-1-0"):
@@ -125,8 +123,13 @@ class _AnswersLater(SubmittedEngine):
         return await super().generate(request)
 
 
+class _AnswersLaterByCall(SubmittedEngine, _AnswersLater):
+    """The same, of an engine that answers by a call."""
+
+
+@pytest.mark.parametrize("kind", [_AnswersLater, _AnswersLaterByCall])
 async def test_a_mate_that_ends_while_another_waits_for_room_leaves_the_prompt_to_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kind: type[_AnswersLater]
 ) -> None:
     """There may be room by then, and what waits would be taken for an answer."""
     waits, stored = threading.Event(), threading.Event()
@@ -141,7 +144,8 @@ async def test_a_mate_that_ends_while_another_waits_for_room_leaves_the_prompt_t
     monkeypatch.setattr(TraceStore, "put_apart", slow)
     with temporary_store("4MiB") as store:
         _fill_up(store)
-        engine = _AnswersLater()
+        engine = kind(Script())
+        engine.go = asyncio.Event()
         produce = {"groups_max": 1}
         dispatch = {**WIDE, "batch_groups": 1}
         async with desk(store, engine=engine, dispatch=dispatch, produce=produce) as made:

@@ -35,6 +35,7 @@ from trainer.run.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
 from trainer.run.learner_link import StateLost
 from trainer.run.learner_state import STATE_OWNER
 from trainer.run.opening import (
+    check_capacity,
     open_arena,
     open_dispatcher,
     open_sources,
@@ -225,6 +226,7 @@ class _Run:
             accuracy = f"accuracy {warmup['accuracy']:.2f}"
             display.phase("warm-up", warmup["steps"], warmup["steps"], accuracy)
         display.note(words_after(ready))
+        check_capacity(self.config, ready)
         weights = await parts.learner.publish(ready.train_step)
         await dispatcher.set_steps(train_step=ready.train_step + 1, model_step=ready.train_step)
         metrics = self._metrics()

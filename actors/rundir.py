@@ -57,13 +57,22 @@ def check_name(what: str, name: str) -> str:
 
 
 def runs_root() -> Path:
-    """Where the directories of our user's runs are; made on demand, and refused if not ours.
+    """Where the directories of our user's runs are; made on demand. Raises UsageError if it cannot
+    be made or is not ours.
 
     A fixed short path: a Unix socket's name has at most 107 bytes.
     """
     root = Path(f"/tmp/shmrl-{os.getuid()}")
-    root.mkdir(mode=0o700, exist_ok=True)
-    info = root.lstat()
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+        info = root.lstat()
+    except FileExistsError:  # a file, or a link that leads nowhere
+        info = root.lstat()
+    except OSError as error:
+        raise UsageError(
+            f"{root} cannot be made: {error.strerror}; the sockets of a run are in it, so /tmp has"
+            " to be writable (TMPDIR does not move it)"
+        ) from error
     if (
         not stat.S_ISDIR(info.st_mode)
         or info.st_uid != os.getuid()

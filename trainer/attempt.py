@@ -2,9 +2,9 @@
 
 Owns the task in which user code runs for it, and its time limits. Every way in which that can go
 wrong ends in the status and `error_msg` of the rollout (lifecycle L13). Made, then begun, perhaps
-much later; a `request` that it has then its group gives to the engine and answers with `answer`.
-Whenever `ended` is told, `advance`, until that returns the rollout. Belongs to the task of its
-group.
+much later; one that `trainer.one_turn` has begun goes on here with `hear` or `wait_for` when a task
+is needed, or when it did not end as nearly all do. Whenever `ended` is told, `advance`, until that
+returns the rollout. Belongs to the task of its group.
 """
 
 from __future__ import annotations
@@ -16,22 +16,27 @@ import math
 import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from trainer.conversation import Conversation
-from trainer.engine.protocol import GenerateRequest, Generation
+from trainer.engine.protocol import Generation
 from trainer.environment import RolloutAborted
 from trainer.error_text import carried_text, error_text
 from trainer.errors import JudgeError, RolloutError, TrainerError
-from trainer.group_context import Content, GroupContext
+from trainer.group_context import GroupContext
 from trainer.rollout import Rollout, Status
 
 if TYPE_CHECKING:
     from trainer.pending import ProducerConfig, ProducerParts
 
-__all__ = ["Attempt", "give_up"]
+__all__ = ["Attempt", "Outcome", "give_up", "verdict_of"]
 
 T = TypeVar("T")
+
+#: The rollout as it ends: of status, reward, error text and seconds.
+Outcome = Callable[[Status, float | None, str | None, float], Rollout]
+#: What a judge came to: a reward, something to await for it, or the text of its failure.
+Verdict = float | Awaitable[float] | str
 
 _NOT_BEGUN = inspect.CORO_CREATED
 _log = logging.getLogger("trainer")
@@ -55,6 +60,7 @@ class Attempt:
         "_ended",
         "_expired",
         "_loop",
+        "_outcome",
         "_parts",
         "_rollout",
         "_started",
@@ -65,7 +71,6 @@ class Attempt:
         "_verdict",
         "conversation",
         "is_open",
-        "request",
     )
 
     def __init__(
@@ -91,25 +96,34 @@ class Attempt:
         #: Whether `give_up` has something to end.
         self.is_open = True
         self.conversation = Conversation(context, rollout)
+        self._outcome: Outcome = self.conversation.outcome
         self._task: asyncio.Task[Any] | None = None
-        #: What its group gives to the engine, as long as nobody has answered it.
-        self.request: GenerateRequest | None = None
         self._answer: Generation | BaseException | None = None
-        if context.opening is not None and context.submits is not None:
-            self._ask_once(context.opening)
 
     def begin(self) -> None:
-        """From now on its time counts. Its user code runs, if it has any."""
+        """Its user code runs, and from now on its time counts."""
         self._started = self._loop.time()
-        if self._answer is not None:
-            self._ended(self)
-            return
-        if self.request is None:
-            self._run(self._talk if self._context.opening is None else self._ask_and_hear)
+        self._run(self._talk)
         soft_s = self._config.rollout_timeout_s
         if soft_s is not None:
             self._call_later(soft_s, self._stop_softly)
             self._call_later(soft_s + self._config.grace_s, self._expire)
+
+    def hear(self, answer: Generation | BaseException, started: float) -> Rollout | None:
+        """Instead of `begin`, as `advance`: its one turn was asked for then, and is over."""
+        self._started = started
+        self._answer = answer
+        if isinstance(answer, Generation):
+            assert self._context.opening is not None
+            self.conversation.say(self._context.opening)
+        return self.advance()
+
+    def wait_for(
+        self, verdict: Awaitable[float] | str, outcome: Outcome, talked_s: float
+    ) -> Rollout | None:
+        """Instead of `begin`, as `advance`: all that is left is what the judge comes to."""
+        self._outcome, self._talked_s = outcome, talked_s
+        return self._judge(verdict)
 
     def advance(self) -> Rollout | None:
         """What it has come to; -> the rollout, or None while it goes on."""
@@ -124,35 +138,18 @@ class Attempt:
         self.conversation.close()
         self._talked_s = self._loop.time() - self._started
         status, error = talked
-        return self._ask() if status is Status.COMPLETED else self._done(status, error=error)
+        if status is not Status.COMPLETED:
+            return self._done(status, error=error)
+        conversation = self.conversation
+        node = conversation.node
+        assert node is not None
+        verdict = verdict_of(self._parts, self._context, conversation.id, node, conversation.text)
+        return self._judge(verdict)
 
     # -- the environment -------------------------------------------------------------------------
 
     def _talk(self) -> Awaitable[None]:
         return self._parts.environment.run(self.conversation, self._context.prompt)
-
-    def _ask_once(self, opening: Content) -> None:
-        """A conversation of one turn: no user code runs in it, so it needs no task."""
-        try:
-            self.request = self.conversation.ask(opening)
-        except (Exception, RolloutAborted, SystemExit) as error:
-            self._answer = error
-
-    async def _ask_and_hear(self) -> None:
-        """The same of an engine that has to be awaited."""
-        assert self._context.opening is not None
-        request = self.conversation.ask(self._context.opening)
-        self._answer = await self._parts.engine.generate(request)
-
-    def answer(self, answer: Generation | BaseException) -> None:
-        """What the engine said to the request, or why it was not given to it. Once: what comes
-        later is of no interest.
-        """
-        if self.request is None:
-            return
-        self.request = None
-        self._answer = answer
-        self._ended(self)
 
     def _talked(self) -> tuple[Status, str | None] | None:
         """How the conversation has ended: status and error text; None while it waits for room."""
@@ -172,7 +169,7 @@ class Attempt:
         except RolloutAborted:
             return Status.ABORTED, None
         except asyncio.CancelledError as error:
-            return Status.FAILED, _text_of(error)
+            return Status.FAILED, _failure(error)
         # User code and engines may raise anything: it fails this rollout and no other (L13).
         except (Exception, BaseExceptionGroup) as error:
             if self.conversation.aborted:  # out of a task group of the environment
@@ -187,7 +184,7 @@ class Attempt:
     def _done(
         self, status: Status, *, reward: float | None = None, error: str | None = None
     ) -> Rollout:
-        done = self.conversation.outcome(
+        done = self._outcome(
             status, reward, error, self._rollout.generation_time_s + self._talked_s
         )
         self.is_open = self._stopper is not None
@@ -198,24 +195,12 @@ class Attempt:
 
     # -- the judge -------------------------------------------------------------------------------
 
-    def _ask(self) -> Rollout | None:
-        """Ask the judge: a plain one answers at once, another gets a task and a time limit."""
-        try:
-            trace, parts, conversation = None, self._parts, self.conversation
-            if parts.judge_reads_trace:
-                trace = parts.traces.export(conversation.id, node=conversation.node)
-            verdict = parts.judge.score(self._context.prompt, conversation.text, trace)
-            if type(verdict) is float or not isinstance(verdict, Awaitable):
-                return self._done(Status.COMPLETED, reward=_finite(verdict))
-        except asyncio.CancelledError as error:
-            if _is_cancelled():
-                raise
-            return self._done(Status.FAILED, error=_text_of(error))
-        except SystemExit as error:
-            return self._done(Status.FAILED, error=_text_of(_exited(error)))
-        # Judges are user code: whatever they raise fails this rollout and no other (L13).
-        except (Exception, BaseExceptionGroup) as error:
-            return self._done(Status.FAILED, error=_text_of(error))
+    def _judge(self, verdict: Verdict) -> Rollout | None:
+        """A verdict that is to be awaited gets a task and a time limit."""
+        if isinstance(verdict, float):
+            return self._done(Status.COMPLETED, reward=verdict)
+        if isinstance(verdict, str):
+            return self._done(Status.FAILED, error=verdict)
         self._verdict = verdict
         self._run(lambda: verdict)
         self._call_later(self._config.judge_timeout_s, self._expire)
@@ -230,7 +215,7 @@ class Attempt:
         try:
             return self._done(Status.COMPLETED, reward=_finite(self._task.result()))
         except (Exception, BaseExceptionGroup, asyncio.CancelledError) as error:
-            return self._done(Status.FAILED, error=_text_of(error))
+            return self._done(Status.FAILED, error=_failure(error))
 
     # -- user code and its limits ----------------------------------------------------------------
 
@@ -255,19 +240,10 @@ class Attempt:
     def _expire(self) -> None:
         """The time limit of what runs now: it ends within `grace_s`, or without us."""
         self._expired = True
-        if self.request is not None:
-            self._drop(self.request)
-            self._ended(self)
-        elif self._task is not None:
+        if self._task is not None:
             self._task.add_done_callback(_forget)
             self._task.cancel()
             self._call_later(self._config.grace_s, self._leave)
-
-    def _drop(self, request: GenerateRequest) -> None:
-        """Nobody waits for it any more."""
-        self.request = None
-        assert self._context.submits is not None
-        self._context.submits.drop([request])
 
     def _leave(self) -> None:
         assert self._task is not None
@@ -284,8 +260,6 @@ class Attempt:
         if self._stopper is not None:  # nothing is left to be stopped
             _leave_behind(self._stopper)
             ending.append(self._stopper)
-        if self.request is not None:
-            self._drop(self.request)
         if self._task is None:
             pass
         elif self._task.done():
@@ -305,7 +279,36 @@ class Attempt:
             _close_unless_begun(self._verdict)
 
 
-async def give_up(attempts: Iterable[Attempt], grace_s: float) -> None:
+def verdict_of(
+    parts: ProducerParts, context: GroupContext, session_id: str, node: int, text: str
+) -> Verdict:
+    """Ask the judge, which is user code: what it raises fails this rollout and no other (L13)."""
+    try:
+        trace = parts.traces.export(session_id, node=node) if parts.judge_reads_trace else None
+        verdict = parts.judge.score(context.prompt, text, trace)
+        if type(verdict) is not float and isinstance(verdict, Awaitable):
+            return verdict
+        return _finite(verdict)
+    except asyncio.CancelledError as error:
+        if _is_cancelled():
+            raise
+        return _failure(error)
+    except SystemExit as error:
+        return _failure(_exited(error))
+    except (Exception, BaseExceptionGroup) as error:
+        return _failure(error)
+
+
+class Endable(Protocol):
+    """What `give_up` ends; the methods as those of `Attempt`."""
+
+    @property
+    def is_open(self) -> bool: ...
+    def close(self) -> list[asyncio.Future[Any]]: ...
+    def closed(self) -> None: ...
+
+
+async def give_up(attempts: Iterable[Endable], grace_s: float) -> None:
     """End all that attempts have going. Code that goes on for `grace_s` is left to itself."""
     attempts = [attempt for attempt in attempts if attempt.is_open]
     ending = [task for attempt in attempts for task in attempt.close()]
@@ -342,7 +345,7 @@ async def _stop(conversation: Conversation) -> None:
     try:
         await conversation.stop()
     except Exception as error:
-        _log.warning("the engine did not abort %s: %s", conversation.id, _text_of(error))
+        _log.warning("the engine did not abort %s: %s", conversation.id, _failure(error))
 
 
 def _close_unless_begun(verdict: object) -> None:
@@ -370,7 +373,7 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _text_of(error: BaseException) -> str:
+def _failure(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError):
         return "CancelledError: user code let a cancellation out that nobody had asked for"
     return error_text(error)
@@ -379,6 +382,6 @@ def _text_of(error: BaseException) -> str:
 def _text_with_place(error: BaseException) -> str:
     """An error of the user's environment with its traceback; one of ours says it all."""
     if isinstance(error, TrainerError):
-        return _text_of(error)
+        return _failure(error)
     frames = traceback.format_tb(error.__traceback__, -_FRAMES_MAX)
-    return carried_text(f"{_text_of(error)}\n{''.join(frames)}".rstrip())
+    return carried_text(f"{_failure(error)}\n{''.join(frames)}".rstrip())

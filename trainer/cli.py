@@ -55,7 +55,11 @@ def _run(given: Sequence[str]) -> int:
     if not given:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
-    options = parser.parse_args(given)
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        field = any("=" in each and not each.startswith("-") for each in unknown)
+        hint = "; a field of the configuration is changed by --set section.field=value"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint if field else ''}")
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
 

@@ -91,7 +91,7 @@ class Conversation:
 
     async def append(self, content: Content) -> None:
         """Add tokens that no model sampled; they are stored with the next `generate`."""
-        self._path.say(self._context.encode(content))
+        self.say(content)
 
     async def generate(
         self, content: Content | None = None, params: SamplingParams | None = None
@@ -100,7 +100,7 @@ class Conversation:
         if self._closed:
             raise RolloutAborted
         if content is not None:
-            self._path.say(self._context.encode(content))
+            self.say(content)
         params = params or self._context.params
         self._before.clear()
         if self._record:
@@ -149,13 +149,9 @@ class Conversation:
         if self.request_id is not None:
             await self._context.engine.abort([self.request_id])
 
-    def ask(self, content: Content) -> GenerateRequest:
-        """Begin a turn without waiting for it: the request that the caller gives to the engine, and
-        its answer to `finish`. For a conversation of one turn, without a record.
-        """
-        context = self._context
-        self._path.say(context.encode(content))
-        return self._request(context.params, is_last=True)
+    def say(self, content: Content) -> None:
+        """As `append`. What `finish` is given then answers that."""
+        self._path.say(self._context.encode(content))
 
     def close(self) -> None:
         """Its environment has ended or is abandoned: whoever still holds this gets no more turns,
@@ -235,7 +231,7 @@ class Conversation:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def _request(self, params: SamplingParams, is_last: bool = False) -> GenerateRequest:
+    def _request(self, params: SamplingParams) -> GenerateRequest:
         context = self._context
         gate = context.gate
         if gate.stopping or self._stopping:
@@ -244,15 +240,13 @@ class Conversation:
         tokens, known = self._path.asked()
         self._n_requests += 1
         request_id = f"{self.id}/{self._rollout.attempt}.{self._n_requests}"
-        gate.running[request_id] = self
+        gate.running.add(request_id)
         self.request_id = request_id
-        return GenerateRequest(
-            request_id, self.id, tokens, params, context.group_uid, known, is_last
-        )
+        return GenerateRequest(request_id, self.id, tokens, params, context.group_uid, known)
 
     def _forget_request(self) -> None:
         if self.request_id is not None:
-            self._context.gate.running.pop(self.request_id, None)
+            self._context.gate.running.discard(self.request_id)
             self.request_id = None
 
     # -- the end of a turn -----------------------------------------------------------------------

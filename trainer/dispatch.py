@@ -320,8 +320,12 @@ class Dispatcher:
         await snapshots.write(self.freeze(), Path(folder))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a snapshot; the buffer was resumed from the same one."""
-        self.sampler.load_json(state["sampler"])
+        """Go on from the state of a snapshot; the buffer was resumed from the same one. Prompts
+        that were under way keep their attempt, and so the names of their sessions, unless somebody
+        else's sessions live in this arena.
+        """
+        live, own = self.buffer.sessions_of(None), self.buffer.sessions_of(self.buffer.owner)
+        self.sampler.load_json(state["sampler"], same_attempts=len(live) == len(own))
         self.train_step = int(state["steps"]["train_step"])
         self.model_step = int(state["steps"]["model_step"])
 

@@ -35,6 +35,7 @@ from trainer.run.learner_actor import LEARNER_OWNER, WEIGHTS_OWNER, LearnerReady
 from trainer.run.learner_link import StateLost
 from trainer.run.learner_state import STATE_OWNER
 from trainer.run.opening import (
+    check_capacity,
     open_arena,
     open_dispatcher,
     open_sources,
@@ -225,9 +226,9 @@ class _Run:
             accuracy = f"accuracy {warmup['accuracy']:.2f}"
             display.phase("warm-up", warmup["steps"], warmup["steps"], accuracy)
         display.note(words_after(ready))
+        check_capacity(self.config, ready)
         weights = await parts.learner.publish(ready.train_step)
         await dispatcher.set_steps(train_step=ready.train_step + 1, model_step=ready.train_step)
-        await parts.producer.begin(weights, dispatcher, desk)
         metrics = self._metrics()
         driver = Driver(
             self.config,
@@ -242,8 +243,10 @@ class _Run:
             alarm.moved,
         )
         try:
+            await parts.producer.begin(weights, dispatcher, desk)
             await beside((parts.producer.supervise(), alarm.ring()), driver.run(self.stop))
         finally:
+            driver.close()
             metrics.close()
         return True
 

@@ -9,7 +9,7 @@ import asyncio
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,6 @@ from trainer.rollout import Message, Prompt
 from trainer.segment import narrowest_unsigned
 from trainer.trace import TraceStore
 
-if TYPE_CHECKING:
-    from trainer.conversation import Conversation
-
 __all__ = ["Content", "Gate", "GroupContext", "Tokens", "joined", "same"]
 
 #: What can be said to the policy.
@@ -38,12 +35,12 @@ Tokens = NDArray[np.int32]
 
 @dataclass(slots=True)
 class Gate:
-    """Shared by the conversations of one producer: whether new requests may start, which run, and
-    word of new weights.
+    """Shared by the conversations of one producer: whether new requests may start, the ids of those
+    that run, and word of new weights.
     """
 
     stopping: bool = False
-    running: dict[str, Conversation] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
     _newer: asyncio.Event = field(default_factory=asyncio.Event)
 
     def weights_taken(self) -> None:
@@ -62,13 +59,14 @@ class GroupContext:
 
     Their first segment is stored once, by the member that knows its routing first, and what they
     all say is encoded once. `lack_prompt`: the sessions that lack that segment and will get it;
-    `fresh`: no member has a record of an earlier attempt. `opening`: all that a member says; None
-    when an environment has to run. `submits`: the engine, if it answers by a call. `routing_type`:
-    of its experts' numbers in a segment; None for one that does not route.
+    `fresh`: no member has a record of an earlier attempt. `submits`: the engine, if it answers by a
+    call. `opening`: all that a member says to such an engine; None when an environment has to run.
+    `routing_type`: of its experts' numbers in a segment; None for one that does not route.
     """
 
     __slots__ = (
         "_encoded",
+        "_opening_tokens",
         "arena_wait_s",
         "engine",
         "fresh",
@@ -115,12 +113,20 @@ class GroupContext:
         self.arena_wait_s = arena_wait_s
         self.lack_prompt = tuple(lack_prompt)
         self.fresh = fresh
-        self.opening = opening
         self.submits = cast(Submits, engine) if _submits(type(engine)) else None
+        self.opening = opening if self.submits is not None else None
         self.prompt_tokens: Tokens | None = None  # once the segment is stored
         self.storing = asyncio.Lock()
         self.no_room: StoreFull | None = None  # of the prompt: a member waited for it in vain
         self._encoded: tuple[str, Tokens] | None = None
+        self._opening_tokens: Tokens | None = None
+
+    def opening_tokens(self) -> Tokens:
+        """The opening as tokens, one array for all members."""
+        if self._opening_tokens is None:
+            assert self.opening is not None
+            self._opening_tokens = self.encode(self.opening)
+        return self._opening_tokens
 
     def encode(self, content: Content) -> Tokens:
         """The content as tokens; text that was encoded last is not encoded again."""

@@ -19,6 +19,7 @@ from trainer.environment import Environment, Judge
 from trainer.error_text import error_text
 from trainer.errors import ConfigError
 from trainer.group_context import Content, Gate, GroupContext
+from trainer.one_turn import OneTurn
 from trainer.rollout import Group, Prompt, Rollout, Status
 from trainer.trace import TraceStore
 from trainer.work import Work
@@ -165,9 +166,11 @@ class PendingGroup:
         return group
 
     def _opening(self) -> Content | None:
-        """What each member says when that is all; one with a record goes through it in a task."""
+        """What each member says when that is all. One with a record or a time limit goes through
+        its environment, in a task.
+        """
         one_turn, prompt = self._parts.one_turn, self.work.prompt
-        if one_turn is None or self.work.group:
+        if one_turn is None or self.work.group or self._config.rollout_timeout_s is not None:
             return None
         try:
             return one_turn(prompt)
@@ -180,23 +183,24 @@ class PendingGroup:
     async def _run_all(self, context: GroupContext) -> list[Rollout]:
         """Run the members that are not complete, all at once; -> what they came to."""
         loop = asyncio.get_running_loop()
-        attempts: list[Attempt] = []
-        ended: list[Attempt] = []
+        attempts: list[OneTurn | Attempt] = []
+        ended: list[OneTurn | Attempt] = []
         done: list[Rollout] = []
         some_ended = loop.create_future()
 
-        def note(attempt: Attempt) -> None:
+        def note(attempt: OneTurn | Attempt) -> None:
             ended.append(attempt)
             if not some_ended.done():
                 some_ended.set_result(None)
 
+        kind = Attempt if context.opening is None else OneTurn
         try:
             for rollout in self.rollouts:
                 if rollout.status is Status.COMPLETED:
                     continue
                 if not context.fresh:  # a fresh one has its attempt already
                     rollout = rollout.evolve(attempt=rollout.attempt + 1, error_msg=None)
-                attempts.append(Attempt(self._parts, self._config, context, rollout, note))
+                attempts.append(kind(self._parts, self._config, context, rollout, note))
             if self.work.model_step is not None:
                 await self._gate.weights(self._parts.engine, self.work.model_step)
             self._begun = True
@@ -219,9 +223,10 @@ class PendingGroup:
         return self._parts.valid is not None and not self._parts.valid(group)
 
 
-def _submit(attempts: Sequence[Attempt], context: GroupContext) -> None:
+def _submit(attempts: Sequence[OneTurn | Attempt], context: GroupContext) -> None:
     """Give the engine what they ask, all at once."""
-    asking = {a.request.request_id: a for a in attempts if a.request is not None}
+    one_turns = [a for a in attempts if isinstance(a, OneTurn)]
+    asking = {a.request.request_id: a for a in one_turns if a.request is not None}
 
     def answered(answers: Answers) -> None:
         for request, answer in answers:

@@ -259,15 +259,19 @@ class PromptSampler:
                 task: {
                     "position": state.position,
                     # A prefetched prompt is not a finished one: it counts as not yet handed out.
-                    "again": [[o, state.attempts.get(o, 0)] for o in state.returned]
-                    + [[o, out.attempt + 1] for o, out in sorted(state.out.items())],
+                    "again": [[o, out.attempt] for o, out in state.out.items()]
+                    + [[o, state.attempts.get(o, 0)] for o in state.returned],
                 }
                 for task, state in self._tasks.items()
             },
         }
 
-    def load_json(self, value: Mapping[str, Any]) -> None:
-        """Go on where `to_json` was taken; prompts under way then are handed out first."""
+    def load_json(self, value: Mapping[str, Any], *, same_attempts: bool = True) -> None:
+        """Go on where `to_json` was taken; prompts under way then are handed out first, in their
+        order and attempt, so that the same is sampled for them.
+
+        Without `same_attempts` each is another attempt: for where sessions of the first may live.
+        """
         if value["seed"] != self._seed:
             raise ConfigError(
                 f"the snapshot was taken with prompt seed {value['seed']}, this run has "
@@ -280,7 +284,7 @@ class PromptSampler:
         for task, saved in value["tasks"].items():
             state = _TaskState(position=saved["position"])
             for ordinal, attempt in saved["again"]:
-                self._return(state, ordinal, attempt)
+                self._return(state, ordinal, attempt if same_attempts else attempt + 1)
             self._tasks[task] = state
 
     @staticmethod

@@ -12,8 +12,8 @@ What need not be waited for is not: a step is booked, and in flight the engines 
 while the next one is trained (`async`) or produced (the others). One step at a time, though: the
 engines have its weights and its books balance before the step after it may end.
 
-The parts are protocols: processes in a run, plain objects in a simulation. This file knows no
-process, no model and no clock but the loop's. Runs in the driver.
+The parts are protocols (`trainer.schedule_parts`): processes in a run, plain objects in a
+simulation. This file knows no process, no model and no clock but the loop's. Runs in the driver.
 """
 
 from __future__ import annotations
@@ -21,131 +21,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
-from trainer.dispatch import Dispatcher
 from trainer.engine.protocol import SyncMode
 from trainer.errors import ConfigError, LearnerLost, LedgerError
 from trainer.producer import PauseReport
 from trainer.rollout import Batch
+from trainer.schedule_parts import ScheduleConfig, ScheduleParts, StepReport
 
-__all__ = [
-    "SCHEDULES",
-    "Devices",
-    "LearnerPart",
-    "ProducerPart",
-    "ScheduleConfig",
-    "ScheduleParts",
-    "StepReport",
-    "run_schedule",
-]
+__all__ = ["SCHEDULES", "ScheduleConfig", "ScheduleParts", "StepReport", "run_schedule"]
 
 _T = TypeVar("_T")
-
-
-class LearnerPart(Protocol):
-    """What trains."""
-
-    async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
-        """Train one step, release exactly the batch's sessions, return metrics.
-
-        `LearnerLost` when the process died and a successor is ready: the batch is offered again.
-        """
-        ...
-
-
-class ProducerPart(Protocol):
-    """All producers of the run."""
-
-    async def pause(self, timeout_s: float) -> PauseReport: ...
-
-    async def resume(self) -> None: ...
-
-
-class Devices(Protocol):
-    """Who uses the shared devices of the `colocated` schedule."""
-
-    async def to_engine(self) -> None: ...
-
-    async def to_learner(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One finished train step: its batch, and what the learner said of it. Seconds: waiting for
-    the batch, training, and from the end of that until the engines had the new weights. `failed`:
-    what went wrong after the training; then it is the last one, and nothing more is due.
-    """
-
-    train_step: int
-    metrics: Mapping[str, float]
-    batch: Batch
-    wait_s: float
-    train_s: float
-    sync_s: float
-    pause: PauseReport | None = None
-    failed: Exception | None = None
-
-
-async def _nothing(_: int) -> None:
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleParts:
-    """Who does the work.
-
-    `sync_weights(model_step, mode)`: the engines run the learner's weights when it returns.
-    `evaluate(train_step)`, `checkpoint(train_step)`: called when due. `on_step(report)`: after each
-    step, in their order, when its weights are out, or cannot be; perhaps while the next one is
-    trained. `stop`: once it is set the step under way is the last; waiting for a batch then ends.
-    `prepares`: the producers hear of weights that the engines have taken
-    (`Producer.weights_taken`), so that they can be given work for weights that are still to come.
-    """
-
-    dispatcher: Dispatcher
-    learner: LearnerPart
-    producer: ProducerPart
-    sync_weights: Callable[[int, SyncMode], Awaitable[None]]
-    evaluate: Callable[[int], Awaitable[None]] = _nothing
-    checkpoint: Callable[[int], Awaitable[None]] = _nothing
-    on_step: Callable[[StepReport], Awaitable[None]] | None = None
-    devices: Devices | None = None
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    prepares: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleConfig:
-    """When things happen; steps are 1-based and inclusive. 0 for `..._every` means never."""
-
-    steps: int
-    first_step: int = 1
-    sync_interval: int = 1
-    sync_mode: SyncMode = "pause"
-    evaluate_every: int = 0
-    evaluate_first: bool = False
-    checkpoint_every: int = 0
-    pause_timeout_s: float = 60.0
-    take_timeout_s: float | None = None
-    learner: str = field(default="learner")
-
-    def __post_init__(self) -> None:
-        if self.steps < self.first_step or self.first_step < 1 or self.sync_interval < 1:
-            raise ConfigError(
-                f"steps {self.first_step} to {self.steps} with sync_interval {self.sync_interval}: "
-                "all must be at least 1, and the last step not before the first"
-            )
-        if not self.pause_timeout_s > 0:
-            raise ConfigError(f"pause_timeout_s is {self.pause_timeout_s}; it must be above 0")
-        if self.checkpoint_every % self.sync_interval:
-            raise ConfigError(
-                f"checkpoint_every {self.checkpoint_every} never meets a weight sync reliably; it "
-                "must "
-                f"be a multiple of sync_interval {self.sync_interval}"
-            )
 
 
 async def run_schedule(name: str, parts: ScheduleParts, config: ScheduleConfig) -> None:
@@ -181,8 +68,11 @@ class _Run:
         self.dispatcher = parts.dispatcher
         self._loop = asyncio.get_running_loop()
         self._resumed_at = self._paused_at = self._loop.time()
-        self._paused = self._told = False
+        self._paused = False
+        self.told = False
+        """Whether the producers have been told of the rest that there is."""
         self._trained = config.first_step - 1
+        self._untold: dict[int, StepReport] = {}
         self._beside: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[Any] | None = None
 
@@ -190,11 +80,6 @@ class _Run:
     def steps(self) -> range:
         """Train steps of this run."""
         return range(self.config.first_step, self.config.steps + 1)
-
-    @property
-    def told(self) -> bool:
-        """Whether the producers have been told of the rest that there is."""
-        return self._told
 
     @property
     def stopping(self) -> bool:
@@ -261,11 +146,18 @@ class _Run:
             await task
 
     async def settle_after(self, error: Exception) -> None:
-        """The last finished step is booked although the run fails with `error`."""
+        """What was trained is booked, or told at least, although the run fails with `error`."""
         if self._beside is not None:
             await asyncio.wait((self._beside,), timeout=self.config.pause_timeout_s)
+            self._beside.cancel()
             if self._beside.done() and not self._beside.cancelled() and self._beside.exception():
                 error.add_note(f"and the step before was not booked: {self._beside.exception()!r}")
+        for report in list(self._untold.values()):
+            try:
+                async with asyncio.timeout(self.config.pause_timeout_s):
+                    await self.tell(dataclasses.replace(report, failed=error))
+            except Exception as other:  # the first one is the cause
+                error.add_note(f"and step {report.train_step} was not told: {other!r}")
 
     async def give_up(self) -> None:
         """Nothing goes on after the schedule, whatever ended it."""
@@ -274,8 +166,10 @@ class _Run:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    async def train(self, step: int, batch: Batch) -> tuple[Mapping[str, float], float, Batch]:
-        """Train; a learner that died gets its batch again in its successor (L07)."""
+    async def train(self, step: int, batch: Batch, wait_s: float) -> StepReport:
+        """Train; a learner that died gets its batch again in its successor (L07). -> what is known
+        of the step so far, which is told also if what follows fails.
+        """
         while True:
             started = self._loop.time()
             try:
@@ -285,7 +179,9 @@ class _Run:
                 batch = await self._take_again(step)
                 continue
             self._trained = step
-            return metrics, self._loop.time() - started, batch
+            train_s = self._loop.time() - started
+            report = self._untold[step] = StepReport(step, metrics, batch, wait_s, train_s, 0.0)
+            return report
 
     async def _take_again(self, step: int) -> Batch:
         """A batch for a learner's successor; producers at rest work on if a new one is needed."""
@@ -307,8 +203,8 @@ class _Run:
 
     async def rest(self) -> PauseReport:
         """No producer works when this returns. With nothing in production none need be told."""
-        self._told = not self.dispatcher.rest()
-        if self._told:
+        self.told = not self.dispatcher.rest()
+        if self.told:
             return await self.pause()
         self._note_pause()
         return PauseReport(0, 0, 0.0)
@@ -322,7 +218,7 @@ class _Run:
     async def rest_again(self) -> None:
         """What was prepared is given back: the weights are not for it."""
         if self.dispatcher.works_ahead and not self.dispatcher.rest():
-            self._told = True
+            self.told = True
             await self.parts.producer.pause(self.config.pause_timeout_s)
 
     async def pause(self) -> PauseReport:
@@ -330,7 +226,7 @@ class _Run:
         the place of a dead one, gets no work either.
         """
         self.dispatcher.rest()
-        self._told = True
+        self.told = True
         self._note_pause()
         return await self.parts.producer.pause(self.config.pause_timeout_s)
 
@@ -344,7 +240,7 @@ class _Run:
         """Let the producers go on, and book how long they had stood still."""
         self._paused = False
         self.dispatcher.work()
-        if self._told:
+        if self.told:
             await self.parts.producer.resume()
         self._resumed_at = self._loop.time()
         self.dispatcher.buffer.accounts.window.pause_s += self._resumed_at - self._paused_at
@@ -393,27 +289,18 @@ class _Run:
         self._loop.call_soon(turn.set_result, None)
         await turn
 
-    @contextlib.asynccontextmanager
-    async def told_anyway(self, report: StepReport) -> AsyncIterator[None]:
-        """What fails behind the training of a step ends the run, but the step is told."""
-        try:
-            yield
-        except Exception as error:
-            if self.parts.on_step is not None:
-                try:
-                    async with asyncio.timeout(self.config.pause_timeout_s):
-                        await self.parts.on_step(dataclasses.replace(report, failed=error))
-                except Exception as other:  # the first one is the cause
-                    error.add_note(f"and step {report.train_step} was not told: {other!r}")
-            raise
+    async def tell(self, report: StepReport) -> None:
+        """Once, whatever comes of it."""
+        self._untold.pop(report.train_step, None)
+        if self.parts.on_step is not None:
+            await self.parts.on_step(report)
 
     async def finish_step(self, report: StepReport) -> None:
         """Check the books, tell, and then the checkpoint when due: a run that dies right after it
         resumes behind a step that was told. The prompts of a later step are made here, too.
         """
         self.dispatcher.check_books()
-        if self.parts.on_step is not None:
-            await self.parts.on_step(report)
+        await self.tell(report)
         # The next step has its work, or will get it now; these are for the one after it.
         if report.train_step + 1 < self.config.steps and not self.stopping:
             self.dispatcher.prepare()
@@ -430,8 +317,7 @@ async def _run_async(run: _Run) -> None:
         batch, wait_s = await run.take(step)
         if config.sync_mode == "in_flight" and step % config.sync_interval == 0:
             run.work_ahead(step)
-        metrics, train_s, batch = await run.train(step, batch)
-        report = StepReport(step, metrics, batch, wait_s, train_s, 0.0)
+        report = await run.train(step, batch, wait_s)
         await run.settle()
         run.beside(_after_async(run, report))
         if config.sync_mode == "pause" or run.due(step) or run.stopping:
@@ -443,8 +329,7 @@ async def _run_async(run: _Run) -> None:
 async def _after_async(run: _Run, report: StepReport) -> None:
     """New weights into the engines when it is time, what is due with them, and the books."""
     if report.train_step % run.config.sync_interval == 0:
-        async with run.told_anyway(report):
-            pause, sync_s = await run.sync(report.train_step)
+        pause, sync_s = await run.sync(report.train_step)
         report = dataclasses.replace(report, sync_s=sync_s, pause=pause)
     await run.finish_step(report)
 
@@ -464,17 +349,15 @@ async def _run_sync(run: _Run) -> None:
         # it needed, the producers have that to go on with.
         if devices is None and not (run.told or run.due(step)):
             run.work_ahead(step)
-        metrics, train_s, batch = await run.train(step, batch)
+        report = await run.train(step, batch, wait_s)
         if run.stopping:
             await run.rest_again()
-        report = StepReport(step, metrics, batch, wait_s, train_s, 0.0, pause)
         started = loop.time()
-        async with run.told_anyway(report):
-            if devices is not None:
-                await devices.to_engine()
-            await run.parts.sync_weights(step, "pause")
-            report = dataclasses.replace(report, sync_s=loop.time() - started)
-            await run.evaluate_due(step)
+        if devices is not None:
+            await devices.to_engine()
+        await run.parts.sync_weights(step, "pause")
+        report = dataclasses.replace(report, pause=pause, sync_s=loop.time() - started)
+        await run.evaluate_due(step)
         # The checkpoint comes before anything may be drawn for the next step: what a resumed run
         # draws is then exactly what this one does. Without one, production need not wait.
         early = run.due(step)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -27,7 +28,7 @@ from trainer.group_context import GroupContext, Tokens, joined, same
 from trainer.record import Recorded
 from trainer.segment import IGNORE_LABEL, NO_MODEL_STEP, Segment
 
-__all__ = ["StoredPath"]
+__all__ = ["StoredPath", "checked", "said_segment"]
 
 Routing = NDArray[Any]
 
@@ -136,28 +137,9 @@ class StoredPath:
     # -- storing ---------------------------------------------------------------------------------
 
     def checked(self, generation: Generation) -> Generation:
-        """An engine's answer is the world's, not ours: check it before it is stored."""
-        k = len(generation.token_ids)
-        if len(generation.logprobs) != k or len(generation.model_steps) != k:
-            raise EngineError(
-                f"the engine returned {k} tokens, {len(generation.logprobs)} log-probs and "
-                f"{len(generation.model_steps)} model steps"
-            )
-        context, routed = self._context, generation.routed_experts
-        if context.routing_type is None or k == 0:
-            if routed is not None:
-                generation = dataclasses.replace(generation, routed_experts=None)
-            return generation
-        if routed is None:
-            raise EngineError(f"the engine returned {k} tokens without routed experts")
-        n_rows = self.length + sum(map(len, self.said)) + k - 1 - self.n_routed
-        wanted = (n_rows, context.info.n_layers_moe, context.info.top_k)
-        if routed.shape != wanted:
-            raise EngineError(f"routed experts have shape {routed.shape}; {wanted} was asked for")
-        if routed.dtype is context.routing_type:
-            return generation
-        narrowed: Routing = routed.astype(context.routing_type)
-        return dataclasses.replace(generation, routed_experts=narrowed)
+        """As the function `checked`, of an answer to what is said here."""
+        n_said = sum(map(len, self.said))
+        return checked(self._context, generation, self.length + n_said - self.n_routed)
 
     def store(self, generation: Generation) -> Tokens:
         """The tokens that were kept back, then the sampled ones, each with its rows of routing;
@@ -240,17 +222,8 @@ class StoredPath:
         return not self._parents and self._id in self._context.lack_prompt
 
     def _segment(self, said: Tokens, generation: Generation) -> Segment:
-        n = len(said)
-        before, rows = self._rows(generation, n)
-        return Segment(
-            token_ids=said,
-            labels=np.full(n, IGNORE_LABEL, np.int32),
-            logprobs=np.zeros(n, np.float32),
-            model_steps=np.full(n, NO_MODEL_STEP, np.int32),
-            text=self._context.tokenizer.decode(said.tolist()),
-            routed_experts=rows,
-            routed_before=before,
-        )
+        before, rows = self._rows(generation, len(said))
+        return said_segment(self._context, said, rows, before)
 
     def _insert(self, session_ids: Sequence[str], segment: Segment) -> int:
         """-> node in the first session. Raises StoreFull, and `make_room` helps."""
@@ -301,3 +274,50 @@ class StoredPath:
             self.n_routed = self.length + n_routed
         self._tokens.append(tokens)
         self.length += n
+
+
+def checked(context: GroupContext, generation: Generation, n_before: int) -> Generation:
+    """An engine's answer is the world's, not ours: check it before it is stored. `n_before`: tokens
+    before those that it sampled whose routing it was asked for.
+    """
+    k = len(generation.token_ids)
+    if len(generation.logprobs) != k or len(generation.model_steps) != k:
+        raise EngineError(
+            f"the engine returned {k} tokens, {len(generation.logprobs)} log-probs and "
+            f"{len(generation.model_steps)} model steps"
+        )
+    routed = generation.routed_experts
+    if context.routing_type is None or k == 0:
+        if routed is not None:
+            generation = dataclasses.replace(generation, routed_experts=None)
+        return generation
+    if routed is None:
+        raise EngineError(f"the engine returned {k} tokens without routed experts")
+    wanted = (n_before + k - 1, context.info.n_layers_moe, context.info.top_k)
+    if routed.shape != wanted:
+        raise EngineError(f"routed experts have shape {routed.shape}; {wanted} was asked for")
+    if routed.dtype is context.routing_type:
+        return generation
+    narrowed: Routing = routed.astype(context.routing_type)
+    return dataclasses.replace(generation, routed_experts=narrowed)
+
+
+def said_segment(
+    context: GroupContext, said: Tokens, rows: Routing | None, before: Routing | None
+) -> Segment:
+    """Tokens that no model sampled, with their rows of routing and those of tokens before them."""
+    text = context.tokenizer.decode(said.tolist())
+    return Segment(said, *_of_nobody(len(said)), text, rows, -1, before)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_nobody(n: int) -> tuple[Tokens, NDArray[np.float32], Tokens]:
+    """Labels, log-probs and model steps of `n` tokens that no model sampled."""
+    columns = (
+        np.full(n, IGNORE_LABEL, np.int32),
+        np.zeros(n, np.float32),
+        np.full(n, NO_MODEL_STEP, np.int32),
+    )
+    for column in columns:
+        column.flags.writeable = False
+    return columns

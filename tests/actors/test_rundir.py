@@ -4,6 +4,7 @@ line, holds up nobody, takes nothing of a live run and leaves nothing for good.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from actors import rundir
 from actors.rundir import RunDir, live_runs, sweep
 
 _LINES_MAX = 1000
+_runs_root = rundir.runs_root
 _EXISTS = 3  # exit status of a child that was told so
 
 
@@ -261,6 +263,25 @@ def test_a_file_of_that_name_is_an_error_of_ours(root: Path) -> None:
     with pytest.raises(actors.UsageError, match="run cannot be made: Not a directory; remove it"):
         RunDir("run")
     assert [p.name for p in root.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.EROFS, "Read-only file system"), "cannot be made: Read-only .* /tmp has to"),
+        (FileExistsError(errno.EEXIST, "File exists"), "must be a directory of user"),
+    ],
+)
+def test_where_no_folder_of_sockets_can_be_it_is_an_error_of_ours(
+    error: OSError, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(Path, "lstat", lambda _: os.lstat(__file__))
+    with pytest.raises(actors.UsageError, match=told):
+        _runs_root()
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,12 @@ def _schedule(config: Config) -> _Found:
             "run.deterministic",
             "needs schedule.name: sync or colocated; two processes at once do not repeat exactly",
         )
+    elif config.run.deterministic and config.schedule.oversample > 1:
+        yield (
+            "run.deterministic",
+            f"needs schedule.oversample: 1, not {config.schedule.oversample}; which rollouts are "
+            "beyond a batch, and how far they are then, does not repeat exactly",
+        )
     if config.engine.replicas > 1 and config.engine.inline:
         yield "engine.inline", f"must be false for engine.replicas: {config.engine.replicas}"
     if config.learner.temperature != config.rollout.temperature:

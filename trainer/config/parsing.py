@@ -243,7 +243,11 @@ def parse_override(source: Source, text: str) -> None:
                 at = at[index]
         elif not isinstance(at, dict):
             up_to = ".".join(keys[:depth]).replace(".[", "[")
-            source.mistake(path, f"--set: {up_to} is a plain value, not a section")
+            what = (
+                "a list: name the item," if isinstance(at, list) else "a plain value, not a section"
+            )
+            example = f" as in {up_to}[0]" if isinstance(at, list) else ""
+            source.mistake(path, f"--set: {up_to} is {what}{example}")
             return
         elif (
             last

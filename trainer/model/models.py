@@ -22,6 +22,7 @@ from transformers.utils import logging as hf_logging
 
 from trainer.devices import prepare_device
 from trainer.errors import ConfigError
+from trainer.model.cache import writable_cache
 from trainer.model.config import ModelConfig
 from trainer.model.experts import EXPERTS, register_experts
 from trainer.model.tokenizer import CharTokenizer, HFTokenizer, ModelTokenizer, load_tokenizer
@@ -215,6 +216,7 @@ def _gguf_folder(config: ModelConfig) -> Path:
     identity = json.dumps([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
     folder = Path(config.cache_dir) / f"gguf-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if not folder.exists():
+        writable_cache(folder.parent)
         _convert_gguf(file, folder)
     return folder
 

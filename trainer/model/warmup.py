@@ -25,6 +25,7 @@ from trainer.engine.model_runner import ModelRunner
 from trainer.engine.protocol import GenerateRequest, Generation, SamplingParams
 from trainer.engine.sequence import Sequence as EngineSequence
 from trainer.errors import ConfigError
+from trainer.model.cache import writable_cache
 from trainer.model.config import EngineConfig, WarmupConfig
 from trainer.model.packed_forward import PackedTraces, score, trained_positions
 from trainer.model.tokenizer import ModelTokenizer
@@ -62,6 +63,8 @@ def warm_up(
     file = None if cache_dir is None else cache_dir / f"{_digest(model, config, key)}.safetensors"
     if file is not None and file.exists():
         return {**_load(model, file), "cached": 1.0}
+    if file is not None:
+        writable_cache(file.parent)
     result = _train(model, tokenizer, config, pairs, progress)
     if file is not None:
         _save(model, file, result)
@@ -185,7 +188,6 @@ def _save(model: Any, file: Path, result: dict[str, float]) -> None:
     """Whole or not at all: written beside and renamed."""
     from safetensors.torch import save_file
 
-    file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().contiguous() for name, value in model.named_parameters()}
     metadata = {name: repr(number) for name, number in result.items()}
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".warmup-") as scratch:

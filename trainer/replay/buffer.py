@@ -277,8 +277,8 @@ class ReplayBuffer:
         self.settle_all()
         self.accounts.ledger.balance(self.held())
 
-    def sessions_of(self, owner: str) -> list[str]:
-        """Live sessions that `owner` holds now."""
+    def sessions_of(self, owner: str | None) -> list[str]:
+        """Live sessions that `owner` holds now; None: all in the arena."""
         return self._store.sessions.list(owner)
 
     def describe(self) -> list[str]:

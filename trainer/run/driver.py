@@ -38,6 +38,7 @@ from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_sche
 if TYPE_CHECKING:
     from trainer.dispatch import Dispatcher
     from trainer.run.wiring import Parts
+    from trainer.snapshot import Frozen
 
 __all__ = ["Driver"]
 
@@ -90,10 +91,21 @@ class Driver:
         self._use: dict[str, EngineUse] = {}
         self._use_at_sync: dict[str, EngineUse] = {}
         self._cpu_s = time.process_time()
+        self._moment: Frozen | None = None
+        """Of a deterministic run: what a checkpoint of the last step consists of, noted before
+        anything of the next was produced, so that a resumed run does what this one does next.
+        """
+        self._note_moment()
         self._saved = _Written(train_step if train_step else -1)
         self._exported = _Written(-1)
         self._model_step = train_step
         self.train_step = train_step
+
+    def close(self) -> None:
+        """Lets go of what was noted for a checkpoint."""
+        if self._moment is not None:
+            self._moment.thaw()
+            self._moment = None
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -137,7 +149,7 @@ class Driver:
             sync_interval=config.schedule.sync_every,
             sync_mode=config.schedule.weight_sync,
             evaluate_every=config.eval.every,
-            evaluate_first=self.train_step == 0,
+            evaluate_first=self.train_step == 0 and not self._summary.evals,
             checkpoint_every=math.gcd(config.checkpoint.every, config.checkpoint.hf_every),
             pause_timeout_s=config.schedule.pause_timeout_s,
             take_timeout_s=config.schedule.batch_timeout_s,
@@ -157,6 +169,7 @@ class Driver:
         clock, self._clock = self._clock, _Clock(now)
         self._moved(f"step {train_step} was trained")
         self.train_step = train_step
+        self._note_moment()
         return {**done.metrics, "step_s": now - clock.began - clock.aside_s}
 
     async def _sync(self, model_step: int, mode: SyncMode) -> None:
@@ -241,16 +254,20 @@ class Driver:
         if reward is not None:
             self._summary.evals.append(reward)
 
+    def _note_moment(self) -> None:
+        if self._config.run.deterministic:
+            self.close()
+            self._moment = self._dispatcher.freeze()
+
     async def _checkpoint(self, step: int) -> Sequence[str]:
         """Why the checkpoint of `step` is not on disk, if so; what failed is not tried again."""
         if self._saved.step == step:
             return self._saved.problems
         totals = self._summary.totals()
+        frozen, self._moment = self._moment or self._dispatcher.freeze(), None
         problems: tuple[str, ...] = ()
         try:
-            await write_checkpoint(
-                self._folder, step, self._parts.learner, self._dispatcher, totals
-            )
+            await write_checkpoint(self._folder, step, self._parts.learner, frozen, totals)
             await asyncio.to_thread(self._folder.prune_checkpoints, self._config.checkpoint.keep)
         except CheckpointFailed as error:
             problems = (str(error),)

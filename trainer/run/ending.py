@@ -10,7 +10,7 @@ import errno
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shmstore import OutOfMemory, StoreFull, TableFull
+from shmstore import OutOfMemory, StoreError, StoreExists, StoreFull, TableFull
 from trainer.ledger import ENDS
 from trainer.run.folder import BadRunFolder, RunFolder
 from trainer.run.plot import plot_rewards
@@ -44,7 +44,7 @@ def exit_status(summary: Summary) -> int:
 
 def failed(folder: RunFolder, error: BaseException) -> str:
     """The error of a run that `error` ended; of a full disk or arena with what to do."""
-    text = f"{type(error).__name__}: {error}"
+    text = _named(error)
     remedy = _remedy(error)
     if remedy:
         text += f"\n  what to do: {remedy}; {_going_on(folder)}"
@@ -55,13 +55,25 @@ def not_begun(error: BaseException) -> str:
     """The error of a new run that `error` ended before anything of it was."""
     remedy = _remedy(error)
     return (
-        f"{type(error).__name__}: {error}\n  {f'what to do: {remedy}; ' if remedy else ''}"
+        f"{_named(error)}\n  {f'what to do: {remedy}; ' if remedy else ''}"
         "the run had not begun and left no folder: the same command begins it when that is mended"
     )
 
 
+def _named(error: BaseException) -> str:
+    """Class and text; a MemoryError has none."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 def _remedy(error: BaseException) -> str | None:
-    """What to do about a full disk, machine or arena."""
+    """What to do about a full disk, machine or arena, or a name that is taken."""
+    if isinstance(error, MemoryError) and not isinstance(error, StoreError):
+        return "allow the processes of the run more memory (ulimit -v, the limit of the job)"
+    if isinstance(error, StoreExists):
+        return (
+            "a run of that name is alive, here or in another folder (`shmrl top`): wait for it, or "
+            "choose another name (--set run.name=... of a new run; a resumed one has its folder's)"
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "make room there"
     if isinstance(error, OutOfMemory):

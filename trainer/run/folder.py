@@ -41,6 +41,8 @@ __all__ = ["BadRunFolder", "RunFolder", "default_run_name", "write_atomically"]
 
 _LATEST = "latest"
 _STEP = "step-"
+_NAMED_MAX = 5
+"""Runs that a message names."""
 
 
 class BadRunFolder(ConfigError):
@@ -100,9 +102,11 @@ class RunFolder:
                         f"{folder.path}: a run is named as its folder, and {problem}; rename it"
                     )
                 return folder
+        newest = sorted(Path("runs").glob("*/config.yaml"), key=_changed_s)[-_NAMED_MAX:]
+        there = ", ".join(file.parent.name for file in newest) or "none"
         raise BadRunFolder(
             f"{path} is no run folder: it has no config.yaml, nor has runs/{path} (looked from "
-            f"{Path.cwd()})"
+            f"{Path.cwd()}); the newest in runs/: {there}"
         )
 
     @contextmanager
@@ -284,6 +288,12 @@ class RunFolder:
             if isinstance(at, int | float) and at <= step:
                 kept.append(line)
         write_atomically(self.metrics_file, b"".join(line + b"\n" for line in kept).decode())
+
+
+def _changed_s(file: Path) -> float:
+    with suppress(OSError):
+        return file.stat().st_mtime
+    return 0.0  # it went meanwhile
 
 
 def default_run_name(config_path: Path) -> str:

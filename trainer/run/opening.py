@@ -1,8 +1,8 @@
 """What a run stands on before it has a process: arena, prompts, buffer, books.
 
 Owns how these are made from the configuration, anew or as the checkpoint left them, what is said
-while the models are built, and that the arena is gone when the run is. Called by `trainer.fit` and
-`trainer.run.eval_run`, in the driver.
+while the models are built, whether the arena can hold them, and that it is gone when the run is.
+Called by `trainer.fit` and `trainer.run.eval_run`, in the driver.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from trainer.checkpoint import Checkpoint
 from trainer.config import Config
 from trainer.dispatch import DispatchConfig, Dispatcher
 from trainer.environments import PromptSource, build_source
+from trainer.errors import ConfigError
 from trainer.expiry import Expiry, ExpiryAction
 from trainer.prompts import PromptSampler
 from trainer.replay import ReplayBuffer
@@ -24,12 +25,21 @@ from trainer.run.summary import ArenaLeft, Summary
 from trainer.shares import TaskMix
 from trainer.staleness import StalenessBudget
 
-__all__ = ["open_arena", "open_dispatcher", "open_sources", "words_after", "words_before"]
+__all__ = [
+    "check_capacity",
+    "open_arena",
+    "open_dispatcher",
+    "open_sources",
+    "words_after",
+    "words_before",
+]
 
 _BATCHES_AHEAD_MAX = 8
 """Batches that may be ready or in production, however fresh; bounds buffer and prompts under
 way.
 """
+_STATE_BYTES = 12
+"""A parameter in the learner's state: itself and AdamW's two moments, in float32."""
 
 
 @contextmanager
@@ -51,6 +61,38 @@ def open_arena(config: Config, name: str, summary: Summary) -> Iterator[Store]:
         summary.left_by_owner = {} if summary.arena.empty else dict(stats.by_owner)
         store.close()
         Store.unlink(name)
+
+
+def check_capacity(config: Config, ready: LearnerReady) -> None:
+    """Raises ConfigError when the arena cannot hold this model, however few the rollouts: known as
+    soon as the model is there, and otherwise met when the first batch has been trained.
+    """
+    steps = config.schedule.steps - ready.train_step
+    weights = ready.parameters * (4 if config.model.dtype == "float32" else 2)
+    kept = min(steps, 2) if config.checkpoint.recovery == "arena" else 0  # the next, then the last
+    state = ready.parameters * _STATE_BYTES
+    # A state is written beside the one before it, then new weights beside those that engines have.
+    need = max(kept * state + weights, min(kept, 1) * state + 2 * weights)
+    if steps <= 0 or need < config.store.capacity:
+        return
+    text = (
+        f"store.capacity is {_gib(config.store.capacity)}, but a model of {ready.parameters:,} "
+        f"parameters needs more than {_gib(need)} of the arena, besides the rollouts: for its "
+        f"weights (of {_gib(weights)}, the old beside the new)"
+    )
+    if kept:
+        text += f" and the learner's state (of {_gib(state)}, likewise)"
+    text += "; raise store.capacity (--set)"
+    if kept:
+        text += (
+            ", or let a learner that dies go back to the last checkpoint "
+            f"(checkpoint.recovery: checkpoint), which needs {_gib(2 * weights)}"
+        )
+    raise ConfigError(text)
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 27 else f"{size / (1 << 20):.1f} MiB"
 
 
 def open_sources(config: Config, *, held_out: bool) -> list[PromptSource]:

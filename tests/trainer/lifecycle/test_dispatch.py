@@ -190,6 +190,25 @@ async def test_rewards_that_are_equal_for_ever_end_the_run_with_a_clear_message(
         await asyncio.wait_for(taking, 1)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+async def test_L25_a_resumed_desk_takes_the_names_of_no_session_that_lives(
+    store: Store, traces: TraceStore, alone: bool
+) -> None:
+    """In an arena of its own the prompts under way are sampled again as they were."""
+    dispatcher = _dispatcher(store)
+    first = await _draw(dispatcher)
+    if not alone:
+        traces.open("r-math-0-0-0", owner=P)
+    frozen = dispatcher.freeze()
+    frozen.thaw()
+    resumed = _dispatcher(store)
+    resumed.restore(frozen.state)
+    again = await _draw(resumed)
+    assert [w.uid for w in again] == [w.uid for w in first]
+    assert [w.attempt for w in again] == ([0, 0] if alone else [1, 1])
+    store.sessions.release_owned(P)
+
+
 async def test_L12_the_prompts_of_a_dead_producer_go_out_again_and_its_sessions_are_gone(
     store: Store, traces: TraceStore
 ) -> None:

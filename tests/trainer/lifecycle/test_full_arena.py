@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -11,10 +12,12 @@ from shmstore.testing import temporary_store
 from tests.trainer.lifecycle.kit import (
     WIDE,
     OneTurn,
+    SubmittedEngine,
     check_trace,
     desk,
 )
-from trainer.engine.scripted import Script
+from trainer.engine.protocol import GenerateRequest, Generation
+from trainer.engine.scripted import Script, ScriptedEngine
 from trainer.errors import EndOfData
 from trainer.segment import Segment
 from trainer.trace import TraceStore
@@ -107,3 +110,54 @@ async def test_mates_wait_for_room_for_their_prompt_together_and_not_one_after_t
                 await made.dispatcher.take(1, owner="learner", timeout=100)
         store.sessions.release_owned("somebody")
     assert waited == [0.1, 0.1], "once a group"
+
+
+class _AnswersLater(ScriptedEngine):
+    """The second member of a group hears when `go` is set."""
+
+    go: asyncio.Event
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        if request.session_id.endswith("-1-0"):
+            await self.go.wait()
+        return await super().generate(request)
+
+
+class _AnswersLaterByCall(SubmittedEngine, _AnswersLater):
+    """The same, of an engine that answers by a call."""
+
+
+@pytest.mark.parametrize("kind", [_AnswersLater, _AnswersLaterByCall])
+async def test_a_mate_that_ends_while_another_waits_for_room_leaves_the_prompt_to_it(
+    monkeypatch: pytest.MonkeyPatch, kind: type[_AnswersLater]
+) -> None:
+    """There may be room by then, and what waits would be taken for an answer."""
+    waits, stored = threading.Event(), threading.Event()
+    put_apart = TraceStore.put_apart
+
+    def slow(traces: TraceStore, segment: Segment, wait_s: float | None = None) -> ObjectRef:
+        if wait_s is not None:
+            waits.set()
+            assert stored.wait(30)
+        return put_apart(traces, segment, wait_s)
+
+    monkeypatch.setattr(TraceStore, "put_apart", slow)
+    with temporary_store("4MiB") as store:
+        _fill_up(store)
+        engine = kind(Script())
+        engine.go = asyncio.Event()
+        produce = {"groups_max": 1}
+        dispatch = {**WIDE, "batch_groups": 1}
+        async with desk(store, engine=engine, dispatch=dispatch, produce=produce) as made:
+            taking = asyncio.create_task(made.dispatcher.take(1, owner="learner", timeout=100))
+            assert await asyncio.to_thread(waits.wait, 30)
+            store.sessions.release_owned("somebody")
+            engine.go.set()
+            while made.producer.report().requests_running:
+                await asyncio.sleep(0.01)
+            stored.set()
+            batch = await asyncio.wait_for(taking, 30)
+            assert [made.traces.length(one) for one in batch.session_ids] == [2, 2]
+            for rollout in batch.rollouts:
+                check_trace(made, rollout)
+            made.traces.release(batch.session_ids, owner="learner")

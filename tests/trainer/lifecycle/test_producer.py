@@ -163,6 +163,43 @@ def test_an_engine_is_asked_by_that_of_its_methods_which_was_overridden_last(
     run_virtual(main())
 
 
+class _Asked(SubmittedEngine):
+    """Keeps count of who still waits for it."""
+
+    @property
+    def waiting(self) -> int:
+        return len(self._tasks)
+
+
+def test_an_engine_is_told_that_nobody_waits_for_what_was_given_up(store: Store) -> None:
+    async def main() -> None:
+        engine = _Asked(Script(token_s=1000.0))
+        async with desk(store, engine=engine, dispatch=WIDE, run=False) as made:
+            running = asyncio.create_task(made.producer.run())
+            while not engine.waiting:
+                await asyncio.sleep(1)
+            running.cancel()
+            await asyncio.wait([running])
+            assert engine.waiting == 0
+            assert made.producer.report().requests_running == 0
+
+    run_virtual(main())
+
+
+def test_L21_what_begins_as_a_pause_does_asks_the_engine_for_nothing(store: Store) -> None:
+    async def main() -> None:
+        engine = _SubmitsAgain()
+        async with desk(store, engine=engine, one_turn=True, run=False) as made:
+            for work in await made.dispatcher.draw("producer-0", n=2):
+                made.producer._start(work)
+            report = await made.producer.pause(10)
+            assert (report.finished_groups, report.cancelled_rollouts) == (2, 0)
+            assert made.buffer.count("math", Status.ABORTED) == 2
+            assert engine.asked == []
+
+    run_virtual(main())
+
+
 def test_L08_production_goes_on_while_the_learner_trains(store: Store) -> None:
     async def main() -> None:
         async with desk(store, script=SLOW, dispatch=WIDE) as made:

@@ -119,19 +119,25 @@ def test_L25_a_resumed_sampler_hands_out_every_unfinished_prompt_exactly_once(
     assert sorted(done + rest) == sorted(2 * every)
 
 
-def test_L25_a_prompt_that_was_under_way_is_another_attempt_after_a_resume() -> None:
-    """Its sessions are named by the attempt: those of the first may still be in the arena."""
-    sampler = PromptSampler({"math": Questions(size=3)}, seed=None)
-    drawn = [sampler.draw("math", "p") for _ in range(2)]
-    assert drawn[1] is not None
-    sampler.give_back(drawn[1].ticket)
-    resumed = PromptSampler({"math": Questions(size=3)}, seed=None)
-    resumed.load_json(sampler.to_json())
-    again = [resumed.draw("math", "p") for _ in range(3)]
-    assert sorted((d.ticket, d.attempt) for d in again if d is not None) == [
+@pytest.mark.parametrize("same", [True, False])
+def test_L25_prompts_that_were_under_way_come_first_after_a_resume_in_their_order_and_attempt(
+    same: bool,
+) -> None:
+    """Its sessions are named by the attempt: another one where those of the first may live."""
+    sampler = PromptSampler({"math": Questions(size=5)}, seed=None)
+    drawn = [sampler.draw("math", "p") for _ in range(4)]
+    for n in (3, 1):
+        sampler.give_back(drawn[n].ticket)  # type: ignore[union-attr]
+    assert sampler.draw("math", "p").ticket == "math-3"  # type: ignore[union-attr]
+    resumed = PromptSampler({"math": Questions(size=5)}, seed=None)
+    resumed.load_json(sampler.to_json(), same_attempts=same)
+    again = [resumed.draw("math", "p") for _ in range(5)]
+    assert [(d.ticket, d.attempt + same) for d in again if d is not None] == [
         ("math-0", 1),
-        ("math-1", 1),
-        ("math-2", 0),
+        ("math-2", 1),
+        ("math-3", 2),
+        ("math-1", 2),
+        ("math-4", same),
     ]
 
 

@@ -15,6 +15,7 @@ from shmstore import Store
 from tests.trainer.lifecycle.kit import (
     WIDE,
     OneTurn,
+    SubmittedEngine,
     desk,
 )
 from trainer.engine.protocol import Answers, GenerateRequest, Generation
@@ -147,10 +148,8 @@ def test_L13_an_environment_without_a_turn_fails_its_rollout(store: Store) -> No
 class _Broken(ScriptedEngine):
     """Answers that break the protocol in one way."""
 
-    def __init__(self, flaw: str) -> None:
-        super().__init__(Script())
-        self.flaw = flaw
-        self.answers = 0
+    flaw = ""
+    answers = 0
 
     async def generate(self, request: GenerateRequest) -> Generation:
         generation = await super().generate(request)
@@ -169,6 +168,11 @@ class _Broken(ScriptedEngine):
         return generation
 
 
+class _BrokenByCall(SubmittedEngine, _Broken):
+    """The same, of an engine that answers by a call."""
+
+
+@pytest.mark.parametrize("kind", [_Broken, _BrokenByCall])
 @pytest.mark.parametrize(
     ("flaw", "said"),
     [
@@ -179,24 +183,16 @@ class _Broken(ScriptedEngine):
     ],
 )
 def test_L13_an_engine_that_breaks_its_promise_fails_that_rollout(
-    store: Store, flaw: str, said: str
+    store: Store, flaw: str, said: str, kind: type[_Broken]
 ) -> None:
     async def main() -> None:
-        async with desk(store, dispatch=WIDE, run=False) as made:
-            made.producer._parts = made.producer._parts.__class__(
-                **{
-                    name: getattr(made.producer._parts, name)
-                    for name in ("traces", "tokenizer", "environment", "judge")
-                },
-                engine=_Broken(flaw),
-            )
-            running = asyncio.create_task(made.producer.run())
+        engine = kind()
+        engine.flaw = flaw
+        async with desk(store, engine=engine, dispatch=WIDE) as made:
             await made.train(1)
             await asyncio.sleep(1)  # the desk's answer is on its way
             (text,) = made.producer.report().errors
             assert said in text
-            await made.producer.stop(10)
-            await running
 
     run_virtual(main())
 

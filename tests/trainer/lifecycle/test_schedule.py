@@ -252,6 +252,23 @@ def test_weights_that_cannot_be_taken_end_the_run_but_the_step_is_told(
     assert [line for line in parts.log if "checkpoint" in line] == ["checkpoint 1"]
 
 
+def test_a_step_that_is_trained_while_the_weights_before_it_fail_is_told_too(store: Store) -> None:
+    async def main() -> Parts:
+        async with desk(store, dispatch={"budget": StalenessBudget(max_staleness=2)}) as made:
+            parts = Parts(made)
+            _slow(parts, 2, broken_at=1)
+            with pytest.raises(EngineError, match="no weights of step 1"):
+                await run_parts(made, "async", parts, sync_mode="in_flight")
+        return parts
+
+    parts = run_virtual(main())
+    assert [line for line in parts.log if "train" in line] == ["train 1", "train 2"]
+    assert [(r.train_step, type(r.failed)) for r in parts.reports] == [
+        (1, EngineError),
+        (2, EngineError),
+    ]
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_step_that_cannot_be_told_either_hides_no_cause(store: Store, hangs: bool) -> None:
     async def main() -> BaseException:

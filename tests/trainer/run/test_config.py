@@ -53,6 +53,14 @@ def test_overrides_reach_behind_a_shorthand_and_into_lists(tmp_path: Path) -> No
     assert (config.schedule.name, config.schedule.steps, config.tasks[0].weight) == ("sync", 7, 2.0)
 
 
+def test_an_override_that_goes_into_a_list_without_a_number_is_told_how(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(GOOD)
+    for path in ("tasks.0.weight", "tasks.weight"):
+        with pytest.raises(ConfigMistakes, match=r"tasks is a list: name the item, as in tasks\[0"):
+            load(file, [f"{path}=2"])
+
+
 def test_a_shorthand_override_keeps_the_rest_of_its_section(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(GOOD + "schedule: {steps: 7}\n")
@@ -121,6 +129,11 @@ def test_every_kind_of_mistake_is_reported_in_one_go_with_its_line(tmp_path: Pat
         ("run: {name: 'a/b'}\n", "run.name", "letters"),
         ("run: {name: '_a'}\n", "run.name", "begin with a letter"),
         ("run: {deterministic: true}\n", "run.deterministic", "sync"),
+        (
+            "run: {deterministic: true}\nschedule: {name: sync, oversample: 1.5}\n",
+            "run.deterministic",
+            "needs schedule.oversample: 1, not 1.5",
+        ),
         ("replay: {expiry: drop, tail_batch: 3}\n", "replay.tail_batch", "retry"),
         ("schedule: {max_token_staleness: 2}\n", "schedule.max_token_staleness", "expires"),
         ("store: {max_sessions: 64}\n", "store.max_sessions", "rollouts"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from shmstore import Store
 from tests.trainer.run import runs
 from trainer.checkpoint import read_checkpoint
 from trainer.cli import main
+from trainer.snapshot_folder import SnapshotReader
 
 pytestmark = [
     pytest.mark.timeout(600),  # against a hang: a loaded machine starts processes slowly
@@ -98,7 +100,13 @@ def test_L25_resumed_after_a_kill_the_history_is_bit_for_bit_that_of_an_uninterr
     if moment == "anywhere":
         assert main(["eval", str(broken.folder), "--prompts", "4", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["step"] in (2, 4)
-    resumed = runs.resume(broken.folder).result()
+    check_same_history(expected, whole, runs.resume(broken.folder).result(), broken)
+
+
+def check_same_history(
+    expected: runs.Result, whole: runs.Run, resumed: runs.Result, broken: runs.Run
+) -> None:
+    """Bit for bit, and in all counters."""
     assert (expected.status, resumed.status) == (0, 0), resumed.stderr
     for one, other in zip(whole.steps(), broken.steps(), strict=True):
         assert {k: one.get(k) for k in COUNTERS} == {k: other.get(k) for k in COUNTERS}
@@ -107,6 +115,46 @@ def test_L25_resumed_after_a_kill_the_history_is_bit_for_bit_that_of_an_uninterr
     same = ("steps", "ledger", "reward_first", "reward_last", "eval_first", "tokens_trained")
     assert {k: expected.summary[k] for k in same} == {k: resumed.summary[k] for k in same}
     runs.check_clean(resumed, broken.name)
+
+
+CTRL_C_IN_PRODUCTION = """
+import asyncio, os, signal, trainer.run.driver as d, trainer.run.desk as k
+from trainer.checkpoint import write_checkpoint
+put_all, left, checkpoint = k.RemoteDesk.put_all, {groups}, asyncio.Event()
+async def some_and_then_the_signal(self, groups, *, owner):
+    global left
+    now, later = groups[:left], groups[left:]
+    outcomes = await put_all(self, now, owner=owner) if now else []
+    left, before = left - len(now), left
+    if before and not left:
+        os.kill(os.getpid(), signal.SIGINT)
+    if later:  # the others of the batch are still made when the checkpoint is written
+        await checkpoint.wait()
+        outcomes += await put_all(self, later, owner=owner)
+    return outcomes
+async def noted(*arguments):
+    if not left:
+        checkpoint.set()
+    return await write_checkpoint(*arguments)
+k.RemoteDesk.put_all, d.write_checkpoint = some_and_then_the_signal, noted
+"""
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+def test_L25_resumed_after_ctrl_c_in_production_the_history_is_that_of_an_uninterrupted_run(
+    tmp_path: Path, uninterrupted: tuple[runs.Result, runs.Run], trained: int
+) -> None:
+    """Of the step under way nothing is kept, and all of it is sampled again as it was."""
+    expected, whole = uninterrupted
+    prelude = CTRL_C_IN_PRODUCTION.format(groups=4 * trained + 1)
+    broken = runs.start(tmp_path, *EXACT, prelude=prelude)
+    first = broken.result()
+    assert (first.status, first.summary["steps"]) == (130, trained), first.stderr
+    assert (broken.folder / "checkpoints/latest").read_text() == f"step-{trained}\n"
+    kept = SnapshotReader(broken.folder / f"checkpoints/step-{trained}/buffer")
+    assert kept.json("groups.json", list[Any]) == []
+    runs.check_clean(first, broken.name)
+    check_same_history(expected, whole, runs.resume(broken.folder).result(), broken)
 
 
 def test_ctrl_c_once_ends_after_the_step_with_a_checkpoint_and_resume_finishes(

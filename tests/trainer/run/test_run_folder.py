@@ -20,15 +20,19 @@ import trainer.run.eval_run
 import trainer.run.folder
 from actors.codec import make_remote_error
 from actors.rundir import check_name
-from shmstore import OutOfMemory, Store, StoreFull, TableFull
+from shmstore import OutOfMemory, Store, StoreExists, StoreFull, TableFull
 from shmstore.testing import unique_name
+from tests.trainer.run import runs
 from trainer.config import load
+from trainer.errors import ConfigError
 from trainer.ledger import ENDS
 from trainer.metrics import MetricsWriter, describe, read_metrics
 from trainer.run.display import LiveDisplay, PlainDisplay, make_display
 from trainer.run.ending import failed
 from trainer.run.ending import last_words as said_last
 from trainer.run.folder import BadRunFolder, RunFolder, default_run_name, write_atomically
+from trainer.run.learner_actor import LearnerReady
+from trainer.run.opening import check_capacity
 from trainer.run.plot import plot_rewards, smoothed
 from trainer.run.summary import Summary
 
@@ -58,6 +62,20 @@ def test_a_run_is_never_written_over_and_a_folder_without_a_run_is_refused(
         RunFolder.create(folder.config(), "r")
     with pytest.raises(BadRunFolder, match="no run folder"):
         RunFolder.open(tmp_path / "nothing")
+
+
+def test_a_run_that_is_not_there_is_refused_with_the_newest_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadRunFolder, match="the newest in runs/: none"):
+        RunFolder.open("b")
+    for number, name in enumerate("fedcba"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+        os.utime(tmp_path / "runs" / name / "config.yaml", (number, number))
+    with pytest.raises(BadRunFolder, match=r"the newest in runs/: e, d, c, b, a$"):
+        RunFolder.open("runs/g")
 
 
 def test_a_folder_is_found_from_inside_of_it_and_a_name_that_no_run_can_have_is_refused(
@@ -297,6 +315,56 @@ def test_a_run_whose_arena_the_machine_cannot_hold_says_what_to_lower(folder: Ru
     assert first.startswith("OutOfMemory: /dev/shm has")
     assert "lower store.capacity" in second
     assert second.endswith("begins again")
+
+
+def test_a_run_whose_name_is_taken_says_so_in_the_words_of_the_command(folder: RunFolder) -> None:
+    error = StoreExists('arena "r" is in use by 3 process(es); attach to it, or choose another')
+    assert "choose another name (--set run.name=" in failed(folder, error).splitlines()[1]
+
+
+def test_a_run_that_may_use_no_more_memory_says_so(folder: RunFolder) -> None:
+    first, second = failed(folder, MemoryError()).splitlines()
+    assert first == "MemoryError"
+    assert second.startswith("  what to do: allow the processes of the run more memory")
+
+
+@pytest.mark.parametrize(
+    ("settings", "left", "least"),
+    [
+        ((), 4, 28_000_000),  # two states and the weights
+        ((), 1, 20_000_000),  # one state and the weights twice
+        (("model.dtype=bfloat16",), 4, 26_000_000),
+        (("checkpoint.recovery=checkpoint",), 4, 8_000_000),
+    ],
+)
+def test_an_arena_that_can_never_hold_the_model_is_refused_before_the_first_rollout(
+    settings: tuple[str, ...], left: int, least: int
+) -> None:
+    ready = LearnerReady(train_step=6, parameters=1_000_000, warmup={}, source="start")
+
+    def check(capacity: int) -> None:
+        sizes = (f"store.capacity={capacity}", f"schedule.steps={6 + left}", "replay.max_bytes=1e6")
+        check_capacity(load(runs.TINY, (*settings, *sizes)), ready)
+
+    check(least + 1)
+    with pytest.raises(ConfigError, match="1,000,000 parameters needs more than") as refused:
+        check(least)
+    proposed = "checkpoint.recovery: checkpoint" in str(refused.value)
+    assert proposed == ("checkpoint.recovery=checkpoint" not in settings)
+
+
+def test_a_resumed_run_with_no_step_to_train_needs_no_room_for_a_state() -> None:
+    ready = LearnerReady(train_step=4, parameters=1 << 30, warmup={}, source="checkpoint")
+    check_capacity(load(runs.TINY, ("schedule.steps=4",)), ready)
+
+
+def test_a_field_without_set_in_front_of_it_is_told_how(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, hinted in ((["schedule.steps=5"], True), (["again.yaml"], False)):
+        with pytest.raises(SystemExit):
+            trainer.cli.main(["train", str(runs.TINY), *given])
+        told = capsys.readouterr().err
+        assert f"unrecognized arguments: {given[0]}" in told
+        assert ("--set section.field=value" in told) == hinted
 
 
 def test_the_command_alone_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:

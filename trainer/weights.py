@@ -309,7 +309,7 @@ class WeightsReader:
         if self._check:
             self._parameters.check()
         known = self._known
-        if known is None or not known.fits(whole):
+        if known is None or not known.fits(whole, version.model_step):
             known = self._known = self._read(ref, whole, version)
         if known.copies is not None:
             for sink, start in known.copies:
@@ -349,15 +349,25 @@ class _Known:
                 for run, memory in zip(runs, self.memory, strict=True)
             ]
         self._size = len(whole)
+        self._entries_bytes = _LENGTH_BYTES + length - _LEAD_BYTES
+        self._payload = payload
         self._same = [
             slice(0, payload),
             slice(payload + _LEAD_BYTES, payload + _LENGTH_BYTES + length),
         ]
         self._bytes = [bytes(whole[at]) for at in self._same]
 
-    def fits(self, whole: memoryview) -> bool:
-        """Whether another object has its parts in the same places."""
-        return len(whole) == self._size and [bytes(whole[at]) for at in self._same] == self._bytes
+    def fits(self, whole: memoryview, model_step: int) -> bool:
+        """Whether another object has its parts in the same places: one that begins as a writer's of
+        that step does, for in others entries of tensors may stand there.
+        """
+        if len(whole) != self._size or self._entries_bytes < 0:
+            return False
+        lead = bytes(whole[self._payload : self._payload + _LEAD_BYTES])
+        return (
+            lead == _lead(self._entries_bytes, model_step)
+            and [bytes(whole[at]) for at in self._same] == self._bytes
+        )
 
 
 def _lead(entries_bytes: int, model_step: int = 0) -> bytes:

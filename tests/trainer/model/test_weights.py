@@ -85,6 +85,23 @@ def test_a_reader_follows_when_the_object_is_laid_out_in_another_way(store: Stor
     reader.load(version)
 
 
+def test_an_object_that_begins_otherwise_than_the_writers_is_read_anew(store: Store) -> None:
+    """In it entries may stand where a writer's objects differ in nothing but the step."""
+    target = torch.nn.ParameterList([torch.zeros(4), torch.zeros(4)])
+    reader = WeightsReader(target, store)
+    store.sessions.open("weights", owner="weights")
+    for first, second in ((0, 16), (16, 0)):
+        entries = {
+            str(k): {"dtype": "F32", "shape": [4], "data_offsets": [start, start + 16]}
+            for k, start in enumerate((first, second))
+        }
+        header = json.dumps(entries, separators=(",", ":")).encode().ljust(116)
+        blob = len(header).to_bytes(8, "little") + header + torch.arange(8.0).numpy().tobytes()
+        ref = store.put(torch.frombuffer(bytearray(blob), dtype=torch.uint8), session="weights")
+        reader.load(WeightsVersion(ref=bytes(ref), model_step=1, nbytes=len(blob)))
+        assert [value[0].item() for value in target] == [first / 4, second / 4]
+
+
 def test_parameters_of_one_type_become_one_piece_of_memory_and_stay_what_they_were(
     store: Store, tmp_path: Path
 ) -> None:

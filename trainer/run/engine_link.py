@@ -13,6 +13,7 @@ engine ends what a link that is gone had asked. Belong to one loop each.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import math
 import pickle
@@ -70,7 +71,7 @@ class EngineLink:
     ) -> None:
         """See `Submits`. Those of a process that dies are answered with its `ActorDied`."""
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._send)
+            asyncio.get_running_loop().call_soon(self._send, context=_nobodys())
         self._asked.update(dict.fromkeys(requests, answered))
         self._unsent += requests
 
@@ -80,11 +81,11 @@ class EngineLink:
         unsent = dropped.intersection(self._unsent)
         if dropped != unsent:  # they end, and nobody hears of it
             ids = [request.request_id for request in dropped - unsent]
-            self._engine.abort(ids).add_done_callback(_forget)
+            _nobodys().run(self._engine.abort, ids).add_done_callback(_forget)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """As `Engine.abort`, also of what is about to be sent."""
-        self._send()
+        _nobodys().run(self._send)
         count: int = await self._engine.abort(request_ids)
         return count
 
@@ -189,6 +190,13 @@ class ServedEngine:
     async def load_weights(self, weights: WeightsVersion, mode: SyncMode = "pause") -> None:
         """As `Engine.load_weights`."""
         await self._served.load_weights(weights, mode)
+
+
+def _nobodys() -> contextvars.Context:
+    """For what is not of one call alone: a message carries requests of many, of which one may have
+    a deadline; and what such a call has left is ended after its deadline.
+    """
+    return contextvars.Context()
 
 
 def _packed(answers: Sequence[tuple[int, Generation | Exception]]) -> Iterator[Parcel]:

@@ -311,6 +311,75 @@ async def test_an_abort_reaches_what_was_asked_just_before_and_keeps_what_it_has
         assert list(engine.asked) == ["a"]
 
 
+class Evaluating:
+    """An actor in whose call, which has a deadline, one of two requests is made."""
+
+    def __init__(self, link: EngineLink, heard: Heard, aborts: bool) -> None:
+        self._link, self._heard, self._aborts = link, heard, aborts
+        self._go = asyncio.Event()
+
+    async def train(self) -> None:
+        self._training = asyncio.get_running_loop().create_task(self._train())
+
+    async def _train(self) -> None:
+        await self._go.wait()
+        self._link.submit([request("train")], self._heard)
+
+    async def evaluate(self) -> None:
+        self._go.set()
+        if self._aborts:
+            await asyncio.sleep(0)  # it is asked, and not sent
+            await self._link.abort(["another"])
+        else:
+            self._link.submit([request("eval")], self._heard)
+        await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+async def test_the_deadline_of_one_call_is_not_that_of_what_others_ask_in_the_same_message(
+    aborts: bool,
+) -> None:
+    engine, heard = HeldEngine(), Heard()
+    async with LocalRuntime(name=unique_name("link")) as runtime:
+        link = EngineLink(await runtime.host(ServedEngine(engine), name="engine"))
+        actor: Any = await runtime.host(Evaluating(link, heard, aborts), name="evaluating")
+        await actor.train()
+        with pytest.raises(actors.CallTimeout):
+            await actor.evaluate.using(timeout=0.2)()
+        (together,) = [[one.request_id for one in asked] for asked in engine.calls]
+        assert together == (["train"] if aborts else ["eval", "train"])
+        engine.end({"train": generation(2)})
+        await until(lambda: "train" in heard.answers)
+        assert_same(heard.answers["train"], generation(2))
+        await link.aclose()
+
+
+class Dropping:
+    """An actor whose call asks, and at its deadline drops what it asked."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
+
+    async def evaluate(self) -> None:
+        asked = [request("eval")]
+        self._link.submit(asked, Heard())
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self._link.drop(asked)
+
+
+async def test_what_a_call_drops_at_its_deadline_ends_in_the_engine() -> None:
+    engine = HeldEngine()
+    async with LocalRuntime(name=unique_name("link")) as runtime:
+        link = EngineLink(await runtime.host(ServedEngine(engine), name="engine"))
+        actor: Any = await runtime.host(Dropping(link), name="evaluating")
+        with pytest.raises(actors.CallTimeout):
+            await actor.evaluate.using(timeout=0.2)()
+        await until(lambda: bool(engine.calls) and not engine.asked)
+        await link.aclose()
+
+
 async def test_an_engine_ends_what_a_link_that_is_gone_had_asked() -> None:
     engine, heard = HeldEngine(), Heard()
     async with linked(engine) as link:

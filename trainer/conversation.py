@@ -264,8 +264,9 @@ class Conversation:
         """The same, once there is room."""
         while True:
             await self._path.make_room()
-            assert self._unfinished is not None
-            turn = self._end_turn(self._unfinished)
+            generation, self._unfinished = self._unfinished, None
+            assert generation is not None
+            turn = self._end_turn(generation)
             if turn is not None:
                 return turn
 

@@ -137,7 +137,7 @@ class GroupContext:
         return self._encoded[1]
 
     def _encode(self, content: Sequence[int] | Sequence[Message]) -> Sequence[int]:
-        if not content or isinstance(content[0], (int, np.integer)):
+        if not len(content) or isinstance(content[0], (int, np.integer)):
             return content  # type: ignore[return-value]
         return self.tokenizer.apply_chat_template(content)  # type: ignore[arg-type]
 

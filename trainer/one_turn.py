@@ -21,7 +21,7 @@ from trainer.attempt import Attempt, verdict_of
 from trainer.engine.protocol import GenerateRequest, Generation
 from trainer.environment import RolloutAborted
 from trainer.errors import EngineError
-from trainer.group_context import GroupContext
+from trainer.group_context import GroupContext, Tokens
 from trainer.rollout import FinishReason, Rollout, Status
 from trainer.segment import Segment
 from trainer.stored_path import checked, said_segment
@@ -99,6 +99,8 @@ class OneTurn:
         """
         if self.request is not None:
             self._forget_request()
+            if not isinstance(answer, (Generation, BaseException)):
+                answer = EngineError(f"the engine answered {answer!r:.100}, which is no Generation")
             self._answer = answer
             self._ended(self)
 
@@ -112,16 +114,18 @@ class OneTurn:
             generation = checked(self._context, answer, len(self._context.opening_tokens()))
             if not len(generation.token_ids):
                 return self._go_on().hear(answer, self._started)
-            node = self._store(generation)
+            node, steps = self._store(generation)
         except StoreFull:
             return self._go_on().hear(answer, self._started)
         # Engines and sessions may raise anything: it fails this rollout and no other (L13).
         except Exception as error:
             return self._go_on().hear(error, self._started)
-        return self._judge(generation, node)
+        return self._judge(generation, node, steps)
 
-    def _store(self, generation: Generation) -> int:
-        """The prompt, unless a mate has stored it, and what was sampled; -> the node of that."""
+    def _store(self, generation: Generation) -> tuple[int, Tokens]:
+        """The prompt, unless a mate has stored it, and what was sampled; -> the node of that, and
+        its model steps.
+        """
         context, session_id = self._context, self._rollout.session_id
         said, tokens, routed = context.opening_tokens(), generation.token_ids, None
         n_said = len(said)
@@ -137,12 +141,13 @@ class OneTurn:
         segment = Segment(
             tokens, tokens, generation.logprobs, generation.model_steps, generation.text, routed
         )
-        return context.traces.insert(session_id, segment, 0)
+        return context.traces.insert(session_id, segment, 0), segment.model_steps
 
-    def _judge(self, generation: Generation, node: int) -> Rollout | None:
+    def _judge(self, generation: Generation, node: int, model_steps: Tokens) -> Rollout | None:
         rollout = self._rollout
+        reason = generation.finish_reason  # all that is kept of an answer while a judge takes time
         talked_s = asyncio.get_running_loop().time() - self._started
-        steps = set(generation.model_steps.tolist())
+        steps = set(model_steps.tolist())
         n_said, n = len(self._context.opening_tokens()), len(generation.token_ids)
 
         def outcome(
@@ -162,7 +167,7 @@ class OneTurn:
                 n_sampled_tokens=n,
                 model_step_min=min(steps),
                 model_step_max=max(steps),
-                finish_reason=generation.finish_reason,
+                finish_reason=reason,
             )
 
         verdict = verdict_of(self._parts, self._context, rollout.session_id, node, generation.text)

@@ -174,7 +174,10 @@ class PendingGroup:
             return None
         try:
             return one_turn(prompt)
-        except Exception as error:  # it ends no run; what comes out of the environment counts (L13)
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # it ends no run; what comes out of the environment counts (L13)
             _log.warning(
                 "one_turn of %s: %s; its environment is run", prompt.uid, error_text(error)
             )

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,6 +198,98 @@ def test_L13_an_engine_that_breaks_its_promise_fails_that_rollout(
     run_virtual(main())
 
 
+class _Nonsense(ScriptedEngine):
+    """Its first answer is none."""
+
+    first: list[Any]
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        generation = await super().generate(request)
+        return self.first.pop() if self.first else generation
+
+
+class _NonsenseByCall(SubmittedEngine, _Nonsense):
+    pass
+
+
+@pytest.mark.parametrize("answer", [None, "42", [], Generation])
+def test_L13_an_answer_by_call_that_is_no_generation_fails_that_rollout(
+    store: Store, answer: Any
+) -> None:
+    async def main() -> None:
+        engine = _NonsenseByCall()
+        engine.first = [answer]
+        async with desk(store, engine=engine, dispatch=WIDE) as made:
+            await made.train(1)
+            await asyncio.sleep(1)
+            (text,) = made.producer.report().errors
+            assert text == f"EngineError: the engine answered {answer!r}, which is no Generation"
+
+    run_virtual(main())
+
+
+class _Lists(ScriptedEngine):
+    """Answers in Python's own lists, as one over HTTP may."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        generation: Any = await super().generate(request)
+        for name in ("token_ids", "logprobs", "model_steps"):
+            setattr(generation, name, getattr(generation, name).tolist())
+        return generation  # type: ignore[no-any-return]
+
+
+class _ListsByCall(SubmittedEngine, _Lists):
+    pass
+
+
+@pytest.mark.parametrize("environment", [None, OneTurn()])
+def test_an_engine_may_answer_in_lists(store: Store, environment: OneTurn | None) -> None:
+    async def main() -> None:
+        async with desk(
+            store, engine=_ListsByCall(), environment=environment, dispatch=WIDE
+        ) as made:
+            batch = await made.train(1)
+            assert {r.model_step_max for r in batch.rollouts} == {0}
+            assert made.producer.report().errors == {}
+
+    run_virtual(main())
+
+
+class _Watched(ScriptedEngine):
+    """Knows which of its answers' routing is still in memory."""
+
+    routing: list[weakref.ref[Any]]
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        generation = await super().generate(request)
+        self.routing.append(weakref.ref(generation.routed_experts))
+        return generation
+
+
+class _WatchedByCall(SubmittedEngine, _Watched):
+    pass
+
+
+@pytest.mark.parametrize("environment", [None, OneTurn()])
+def test_nothing_of_an_answer_but_what_is_stored_is_kept_while_a_judge_takes_its_time(
+    store: Store, environment: OneTurn | None
+) -> None:
+    """Routing is nearly all of an answer, and from an engine process it pins the arena."""
+
+    async def main() -> None:
+        engine, judge = _WatchedByCall(), _Raises(None, every=1)
+        engine.routing = []
+        async with desk(store, engine=engine, environment=environment, judge=judge) as made:
+            while judge.calls < 16:
+                await asyncio.sleep(0.1)
+            assert made.producer.report().in_production
+            gc.collect()
+            assert len(engine.routing) == 16
+            assert [one for one in engine.routing if one() is not None] == []
+
+    run_virtual(main())
+
+
 class _RaisingEngine(ScriptedEngine):
     """An engine that is awaited, in vain."""
 
@@ -242,11 +335,12 @@ def test_L13_whatever_comes_out_of_a_request_fails_its_rollout_and_not_the_run(
     run_virtual(main())
 
 
+@pytest.mark.parametrize("error", [KeyError("question"), SystemExit(3)])
 def test_L13_a_one_turn_that_raises_leaves_its_prompt_to_the_environment(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: Store, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     def broken(prompt: Prompt) -> str:
-        raise KeyError("question")
+        raise error
 
     async def main() -> None:
         async with desk(store) as made:
@@ -256,7 +350,7 @@ def test_L13_a_one_turn_that_raises_leaves_its_prompt_to_the_environment(
             assert made.producer.report().errors == {}
 
     run_virtual(main())
-    assert "KeyError: 'question'" in caplog.text
+    assert f"{type(error).__name__}: {error}; its environment is run" in caplog.text
 
 
 class _FailsWhenCancelled:

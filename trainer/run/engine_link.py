@@ -45,7 +45,9 @@ _ROUTING_BYTES_MAX = 8 << 20
 """Of one parcel, beyond its first answer: it is one object of the arena."""
 _log = logging.getLogger("trainer")
 
-_Shape = tuple[str, tuple[int, ...]]  # numpy's name of the type; [rows, layers, top_k]
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_Routing = NDArray[Any]
+_Shape = tuple[str, tuple[int, ...]]  # numpy's letter for the type; [rows, layers, top_k]
 _Plain = tuple[bytes, bytes, bytes, str, FinishReason, str | None, _Shape | None]
 Parcel = tuple[list[tuple[int, _Plain | Exception]], Any]
 """Answers that ended together: each the place of its request among those asked in one message, and
@@ -192,50 +194,52 @@ class ServedEngine:
 def _packed(answers: Sequence[tuple[int, Generation | Exception]]) -> Iterator[Parcel]:
     """As few parcels as the limit allows."""
     plain: list[tuple[int, _Plain | Exception]] = []
-    routing: list[NDArray[np.uint8]] = []
+    routing: list[_Routing] = []
     nbytes = 0
     for place, answer in answers:
         try:
-            found = _as_plain(answer)
+            found, routed = _as_plain(answer)
         except Exception as error:  # an engine may say anything: it is this one's to hear (L13)
-            found = _carried(error), None
-        rows = found[1]
-        if rows is not None:
-            if routing and nbytes + rows.nbytes > _ROUTING_BYTES_MAX:
+            found, routed = _carried(error), None
+        if routed is not None:
+            if routing and nbytes + routed.nbytes > _ROUTING_BYTES_MAX:
                 yield plain, _joined(routing)
                 plain, routing, nbytes = [], [], 0
-            routing.append(rows)
-            nbytes += rows.nbytes
-        plain.append((place, found[0]))
+            routing.append(routed)
+            nbytes += routed.nbytes
+        plain.append((place, found))
     if plain:
         yield plain, _joined(routing)
 
 
-def _as_plain(
-    answer: Generation | Exception,
-) -> tuple[_Plain | Exception, NDArray[np.uint8] | None]:
-    """An answer without its routing, and that as bytes."""
+def _as_plain(answer: Generation | Exception) -> tuple[_Plain | Exception, _Routing | None]:
+    """An answer without its routing, and that in one piece."""
     if isinstance(answer, Exception):
         return _carried(answer), None
-    shape = rows = None
-    if answer.routed_experts is not None:
-        routed = np.ascontiguousarray(answer.routed_experts)
-        shape, rows = (routed.dtype.str, routed.shape), routed.reshape(-1).view(np.uint8)
+    shape: _Shape | None = None
+    routed: _Routing | None = answer.routed_experts
+    if routed is not None:
+        routed = np.ascontiguousarray(routed)
+        shape = str(routed.dtype.char), routed.shape
     plain = (
-        np.asarray(answer.token_ids, np.int32).tobytes(),
-        np.asarray(answer.logprobs, np.float32).tobytes(),
-        np.asarray(answer.model_steps, np.int32).tobytes(),
+        _as_bytes(answer.token_ids, _INT32),
+        _as_bytes(answer.logprobs, _FLOAT32),
+        _as_bytes(answer.model_steps, _INT32),
         answer.text,
         answer.finish_reason,
         answer.error,
         shape,
     )
-    return plain, rows
+    return plain, routed
 
 
-def _joined(routing: list[NDArray[np.uint8]]) -> pickle.PickleBuffer | None:
+def _as_bytes(numbers: NDArray[Any], kind: np.dtype[Any]) -> bytes:
+    return (numbers if numbers.dtype is kind else numbers.astype(kind)).tobytes()
+
+
+def _joined(routing: list[_Routing]) -> pickle.PickleBuffer | None:
     """Out of band: a large one goes through the arena and is read in place."""
-    return pickle.PickleBuffer(np.concatenate(routing).data) if routing else None
+    return pickle.PickleBuffer(b"".join([one.data for one in routing])) if routing else None
 
 
 def _unpacked(parcel: Parcel) -> Iterator[tuple[int, Generation | Exception]]:
@@ -254,9 +258,9 @@ def _unpacked(parcel: Parcel) -> Iterator[tuple[int, Generation | Exception]]:
         yield (
             place,
             Generation(
-                np.frombuffer(token_ids, np.int32),
-                np.frombuffer(logprobs, np.float32),
-                np.frombuffer(model_steps, np.int32),
+                np.frombuffer(token_ids, _INT32),
+                np.frombuffer(logprobs, _FLOAT32),
+                np.frombuffer(model_steps, _INT32),
                 text,
                 reason,
                 routed,

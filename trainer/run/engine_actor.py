@@ -107,7 +107,7 @@ def make_engine(config: Config, threads: int, store: Store) -> tuple[TorchEngine
     prepare_device(device, config.engine.memory_fraction)
     model, tokenizer = build_model(config.model, device)
 
-    reader = WeightsReader(model, store)
+    reader = WeightsReader(model, store, check=False)
 
     def load(_model: Any, version: WeightsVersion) -> None:
         reader.load(version)

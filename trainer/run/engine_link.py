@@ -129,6 +129,7 @@ class EngineLink:
         try:
             async for parcel in stream:
                 self._tell([(requests[place], answer) for place, answer in _unpacked(parcel)])
+                del parcel  # its routing is an object of the arena, and the next may take long
         except Exception as error:  # death, or whatever the engine refuses them all for
             self._fail(requests, error)
 

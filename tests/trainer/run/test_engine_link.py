@@ -286,6 +286,25 @@ async def test_routing_goes_through_the_arena_and_no_parcel_grows_beyond_its_lim
             assert_same(found[name], one)
 
 
+async def test_a_batch_that_waits_for_its_last_answer_keeps_no_bytes_of_the_others() -> None:
+    engine, heard = HeldEngine(), Heard()
+    long = generation(2)
+    long.routed_experts = np.ones((300, 24, 16), np.uint8)
+    async with LocalRuntime(store="16MiB", name=unique_name("link")) as runtime:
+        used = runtime.store.stats().used
+        link = EngineLink(await runtime.host(ServedEngine(engine), name="engine"))
+        link.submit([request("a"), request("b")], heard)
+        await until(lambda: bool(engine.calls))
+        engine.end({"a": long})
+        await heard.have(1)
+        assert runtime.store.stats().used > used
+        heard.answers.clear()
+        await until(lambda: runtime.store.stats().used == used)
+        engine.end({"b": generation(1)})
+        await heard.have(1)
+        await link.aclose()
+
+
 async def test_what_is_dropped_ends_and_is_not_heard_of_sent_or_not() -> None:
     engine, heard = HeldEngine(), Heard()
     asked = [request(name) for name in "abc"]

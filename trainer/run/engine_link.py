@@ -17,6 +17,7 @@ import logging
 import math
 import pickle
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -78,9 +79,9 @@ class EngineLink:
         """See `Submits`."""
         dropped = {request for request in requests if self._asked.pop(request, None) is not None}
         unsent = dropped.intersection(self._unsent)
-        if dropped != unsent:  # they end, and nobody hears of it
+        if dropped != unsent:  # they end, and nobody hears of it, also when a deadline has passed
             ids = [request.request_id for request in dropped - unsent]
-            self._engine.abort(ids).add_done_callback(_forget)
+            Context().run(self._engine.abort, ids).add_done_callback(_forget)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """As `Engine.abort`, also of what is about to be sent."""
@@ -108,8 +109,10 @@ class EngineLink:
             self._send_together(requests)
 
     def _send_together(self, requests: list[GenerateRequest]) -> None:
+        # Several may have asked: one's deadline and chain of callers are not the others'.
+        context = Context()
         try:
-            stream = self._engine.answers.stream(requests)
+            stream = context.run(self._engine.answers.stream, requests)
         except Exception as error:  # cannot be carried, no room: whose fault it is, is to be found
             if len(requests) == 1:
                 self._fail(requests, error)
@@ -117,7 +120,8 @@ class EngineLink:
                 for request in requests:
                     self._send_together([request])
         else:
-            reader = asyncio.get_running_loop().create_task(self._read(requests, stream))
+            reading = self._read(requests, stream)
+            reader = asyncio.get_running_loop().create_task(reading, context=context)
             self._readers.add(reader)
             reader.add_done_callback(self._readers.discard)
 
@@ -143,14 +147,14 @@ class EngineLink:
             answered(theirs)
 
 
-class Served(Submits, Engine, Protocol):
+class _Served(Submits, Engine, Protocol):
     """An engine that answers by a call."""
 
 
 class ServedEngine:
     """An engine as links call it; the base of its actor."""
 
-    def __init__(self, engine: Served) -> None:
+    def __init__(self, engine: _Served) -> None:
         self._served = engine
 
     async def describe(self) -> EngineInfo:

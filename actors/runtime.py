@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from .client import Client, check_env
 from .context import ActorContext
@@ -32,6 +32,9 @@ __all__ = ["Runtime", "run"]
 
 T = TypeVar("T")
 _TOKEN_BYTES = 32
+_PORT_MAX = 65535
+_WHEN_OPEN = ("_node", "hub", "store")
+"""What a runtime has from the moment on at which it is entered."""
 
 
 class Runtime(Client):
@@ -68,6 +71,10 @@ class Runtime(Client):
     ) -> None:
         if in_flight_max < 1:
             raise UsageError(f"in_flight_max must be at least 1, got {in_flight_max}")
+        if metrics_port is not None and not (
+            isinstance(metrics_port, int) and 0 <= metrics_port <= _PORT_MAX
+        ):
+            raise UsageError(f"metrics_port is a port of 0 to {_PORT_MAX}, got {metrics_port!r}")
         if not stop_timeout > 0:
             raise UsageError(f"stop_timeout must be a positive time in s, got {stop_timeout}")
         self.name = check_name(
@@ -93,6 +100,14 @@ class Runtime(Client):
         self._spawner: Spawner | None = None
         self._supervisor: Supervisor | None = None
         self._servers: StatusServers | None = None
+
+    if not TYPE_CHECKING:  # mypy would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Asked for what is not there. Raises RuntimeClosed for what will be, once entered."""
+            if name in _WHEN_OPEN:
+                raise RuntimeClosed("this runtime was not entered: use it within `async with`")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     async def __aenter__(self) -> Runtime:
         if self._entered:
@@ -194,15 +209,16 @@ class Runtime(Client):
                 self._close_rest(keep_sockets=detached)
 
     def _close_rest(self, *, keep_sockets: bool) -> None:
-        node = getattr(self, "_node", None)
+        opened = vars(self)
+        node = opened.get("_node")
         if node is not None:
             for actor in node.locals.values():
                 actor.close()
             node.close()
-        if self._owns_store and getattr(self, "store", None) is not None:
+        if self._owns_store and (store := opened.get("store")) is not None:
             from shmstore import Store
 
-            self.store.close()
+            store.close()
             Store.unlink(self.name)
         if self._rundir is not None:
             self._rundir.remove(keep_sockets=keep_sockets)

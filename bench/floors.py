@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import mmap
 import multiprocessing
+import multiprocessing.pool
 import os
 import platform
 import socket
@@ -90,6 +91,27 @@ def numpy_copy(target: npt.NDArray[Any], source: npt.NDArray[Any], inner: int = 
         return (time.perf_counter_ns() - begin) / inner
 
     return run
+
+
+# ---------------------------------------------------------------------------------------------
+# Time
+
+
+def lost_share(seconds: float) -> float:
+    """Share of the time of threads that only compute, one on each of two cores at once, in which
+    the machine ran something else there: the kernel, other processes. None of ours computes.
+    """
+    with multiprocessing.pool.Pool(2, context=_SPAWN) as pool:
+        return sum(pool.map(_compute, [(0, seconds), (1, seconds)], chunksize=1)) / 2
+
+
+def _compute(where: tuple[int, float]) -> float:
+    core, seconds = where
+    pin(core)
+    begin, begin_cpu = time.perf_counter(), time.thread_time()
+    while (passed := time.perf_counter() - begin) < seconds:
+        pass
+    return 1.0 - (time.thread_time() - begin_cpu) / passed
 
 
 # ---------------------------------------------------------------------------------------------

@@ -87,8 +87,8 @@ CATALOG: Mapping[str, Metric] = {
     "cpu/*": Metric(
         "s",
         "CPU time of the step: `cpu/learner_arithmetic`, `cpu/engine_arithmetic`, the rest of "
-        "these processes (`cpu/learner`; `cpu/producer`, which holds the engine unless it is a "
-        "process of its own), and `cpu/driver`. With more than one thread a process, arithmetic "
+        "these processes (`cpu/learner`; `cpu/producer`, with engines that are processes of their "
+        "own), and `cpu/driver`. With more than one thread a process, arithmetic "
         "is what the first one computed.",
     ),
     "tokens_generated": Metric(

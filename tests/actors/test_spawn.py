@@ -252,13 +252,44 @@ async def test_a_mistake_is_an_error_of_ours_that_says_what_is_allowed(
             await make(rt)
 
 
-def test_using_a_runtime_outside_its_block_is_refused() -> None:
+def test_settings_that_cannot_be_are_refused_when_they_are_given() -> None:
     with pytest.raises(actors.UsageError):
         actors.Restart(max=-1)
     with pytest.raises(actors.UsageError):
         actors.Runtime(in_flight_max=0)
+    for port in (-1, 65536, "9100"):
+        with pytest.raises(actors.UsageError, match="a port of 0 to 65535"):
+            actors.Runtime(metrics_port=port)  # type: ignore[arg-type]
     with pytest.raises(actors.NotInActor):
         actors.current()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rt: rt.spawn(Probe),
+        lambda rt: rt.lookup("x"),
+        lambda rt: rt.reserve("x", cpus=1),
+        lambda rt: rt.snapshot(),
+        lambda rt: rt.host(Probe(), name="x"),
+    ],
+)
+async def test_using_a_runtime_outside_its_block_is_refused(use: Any) -> None:
+    rt = actors.Runtime()
+    with pytest.raises(actors.RuntimeClosed, match="not entered"):
+        await use(rt)
+    async with rt:
+        pass
+    with pytest.raises(actors.RuntimeClosed, match="has ended"):
+        await use(rt)
+
+
+def test_a_runtime_outside_its_block_has_no_store_yet_and_never_what_no_runtime_has() -> None:
+    rt = actors.Runtime()
+    for use in (lambda: rt.store, rt.watch):
+        with pytest.raises(actors.RuntimeClosed):
+            use()
+    assert not hasattr(rt, "nothing")
 
 
 def test_devices_are_found_by_their_files_where_the_driver_lists_none(

@@ -36,6 +36,7 @@ __all__ = [
     "make_engine",
     "to_bytes",
     "use_of",
+    "use_without_engine",
     "uses_of",
     "weights_of",
 ]
@@ -108,7 +109,7 @@ def make_engine(config: Config, threads: int, store: Store) -> tuple[TorchEngine
     prepare_device(device, config.engine.memory_fraction)
     model, tokenizer = build_model(config.model, device)
 
-    reader = WeightsReader(model, store)
+    reader = WeightsReader(model, store, check=False)
 
     def load(_model: Any, version: WeightsVersion) -> None:
         reader.load(version)
@@ -140,6 +141,11 @@ def use_of(engine: TorchEngine) -> EngineUse:
         waiting=found.waiting,
         kv_bytes=found.kv_bytes,
     )
+
+
+def use_without_engine() -> EngineUse:
+    """The CPU time of this process, in which no engine is."""
+    return EngineUse(0, 0.0, 0.0, time.process_time(), 0, 0, 0)
 
 
 class EngineActor(ServedEngine):

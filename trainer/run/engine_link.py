@@ -17,6 +17,7 @@ import logging
 import math
 import pickle
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -45,7 +46,9 @@ _ROUTING_BYTES_MAX = 8 << 20
 """Of one parcel, beyond its first answer: it is one object of the arena."""
 _log = logging.getLogger("trainer")
 
-_Shape = tuple[str, tuple[int, ...]]  # numpy's name of the type; [rows, layers, top_k]
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_Routing = NDArray[Any]
+_Shape = tuple[str, tuple[int, ...]]  # numpy's letter for the type; [rows, layers, top_k]
 _Plain = tuple[bytes, bytes, bytes, str, FinishReason, str | None, _Shape | None]
 Parcel = tuple[list[tuple[int, _Plain | Exception]], Any]
 """Answers that ended together: each the place of its request among those asked in one message, and
@@ -76,9 +79,9 @@ class EngineLink:
         """See `Submits`."""
         dropped = {request for request in requests if self._asked.pop(request, None) is not None}
         unsent = dropped.intersection(self._unsent)
-        if dropped != unsent:  # they end, and nobody hears of it
+        if dropped != unsent:  # they end, and nobody hears of it, also when a deadline has passed
             ids = [request.request_id for request in dropped - unsent]
-            self._engine.abort(ids).add_done_callback(_forget)
+            Context().run(self._engine.abort, ids).add_done_callback(_forget)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """As `Engine.abort`, also of what is about to be sent."""
@@ -106,8 +109,10 @@ class EngineLink:
             self._send_together(requests)
 
     def _send_together(self, requests: list[GenerateRequest]) -> None:
+        # Several may have asked: one's deadline and chain of callers are not the others'.
+        context = Context()
         try:
-            stream = self._engine.answers.stream(requests)
+            stream = context.run(self._engine.answers.stream, requests)
         except Exception as error:  # cannot be carried, no room: whose fault it is, is to be found
             if len(requests) == 1:
                 self._fail(requests, error)
@@ -115,7 +120,8 @@ class EngineLink:
                 for request in requests:
                     self._send_together([request])
         else:
-            reader = asyncio.get_running_loop().create_task(self._read(requests, stream))
+            reading = self._read(requests, stream)
+            reader = asyncio.get_running_loop().create_task(reading, context=context)
             self._readers.add(reader)
             reader.add_done_callback(self._readers.discard)
 
@@ -141,14 +147,14 @@ class EngineLink:
             answered(theirs)
 
 
-class Served(Submits, Engine, Protocol):
+class _Served(Submits, Engine, Protocol):
     """An engine that answers by a call."""
 
 
 class ServedEngine:
     """An engine as links call it; the base of its actor."""
 
-    def __init__(self, engine: Served) -> None:
+    def __init__(self, engine: _Served) -> None:
         self._served = engine
 
     async def describe(self) -> EngineInfo:
@@ -192,50 +198,52 @@ class ServedEngine:
 def _packed(answers: Sequence[tuple[int, Generation | Exception]]) -> Iterator[Parcel]:
     """As few parcels as the limit allows."""
     plain: list[tuple[int, _Plain | Exception]] = []
-    routing: list[NDArray[np.uint8]] = []
+    routing: list[_Routing] = []
     nbytes = 0
     for place, answer in answers:
         try:
-            found = _as_plain(answer)
+            found, routed = _as_plain(answer)
         except Exception as error:  # an engine may say anything: it is this one's to hear (L13)
-            found = _carried(error), None
-        rows = found[1]
-        if rows is not None:
-            if routing and nbytes + rows.nbytes > _ROUTING_BYTES_MAX:
+            found, routed = _carried(error), None
+        if routed is not None:
+            if routing and nbytes + routed.nbytes > _ROUTING_BYTES_MAX:
                 yield plain, _joined(routing)
                 plain, routing, nbytes = [], [], 0
-            routing.append(rows)
-            nbytes += rows.nbytes
-        plain.append((place, found[0]))
+            routing.append(routed)
+            nbytes += routed.nbytes
+        plain.append((place, found))
     if plain:
         yield plain, _joined(routing)
 
 
-def _as_plain(
-    answer: Generation | Exception,
-) -> tuple[_Plain | Exception, NDArray[np.uint8] | None]:
-    """An answer without its routing, and that as bytes."""
+def _as_plain(answer: Generation | Exception) -> tuple[_Plain | Exception, _Routing | None]:
+    """An answer without its routing, and that in one piece."""
     if isinstance(answer, Exception):
         return _carried(answer), None
-    shape = rows = None
-    if answer.routed_experts is not None:
-        routed = np.ascontiguousarray(answer.routed_experts)
-        shape, rows = (routed.dtype.str, routed.shape), routed.reshape(-1).view(np.uint8)
+    shape: _Shape | None = None
+    routed: _Routing | None = answer.routed_experts
+    if routed is not None:
+        routed = np.ascontiguousarray(routed)
+        shape = str(routed.dtype.char), routed.shape
     plain = (
-        np.asarray(answer.token_ids, np.int32).tobytes(),
-        np.asarray(answer.logprobs, np.float32).tobytes(),
-        np.asarray(answer.model_steps, np.int32).tobytes(),
+        _as_bytes(answer.token_ids, _INT32),
+        _as_bytes(answer.logprobs, _FLOAT32),
+        _as_bytes(answer.model_steps, _INT32),
         answer.text,
         answer.finish_reason,
         answer.error,
         shape,
     )
-    return plain, rows
+    return plain, routed
 
 
-def _joined(routing: list[NDArray[np.uint8]]) -> pickle.PickleBuffer | None:
+def _as_bytes(numbers: NDArray[Any], kind: np.dtype[Any]) -> bytes:
+    return (numbers if numbers.dtype is kind else numbers.astype(kind)).tobytes()
+
+
+def _joined(routing: list[_Routing]) -> pickle.PickleBuffer | None:
     """Out of band: a large one goes through the arena and is read in place."""
-    return pickle.PickleBuffer(np.concatenate(routing).data) if routing else None
+    return pickle.PickleBuffer(b"".join([one.data for one in routing])) if routing else None
 
 
 def _unpacked(parcel: Parcel) -> Iterator[tuple[int, Generation | Exception]]:
@@ -254,9 +262,9 @@ def _unpacked(parcel: Parcel) -> Iterator[tuple[int, Generation | Exception]]:
         yield (
             place,
             Generation(
-                np.frombuffer(token_ids, np.int32),
-                np.frombuffer(logprobs, np.float32),
-                np.frombuffer(model_steps, np.int32),
+                np.frombuffer(token_ids, _INT32),
+                np.frombuffer(logprobs, _FLOAT32),
+                np.frombuffer(model_steps, _INT32),
                 text,
                 reason,
                 routed,

@@ -34,7 +34,14 @@ from trainer.pending import ProducerConfig, ProducerParts
 from trainer.placement import Cores, keep_for_good, rest_device
 from trainer.producer import PauseReport, Producer
 from trainer.rollout import Prompt
-from trainer.run.engine_actor import EngineUse, make_engine, to_bytes, use_of, weights_of
+from trainer.run.engine_actor import (
+    EngineUse,
+    make_engine,
+    to_bytes,
+    use_of,
+    use_without_engine,
+    weights_of,
+)
 from trainer.run.engine_link import EngineLink
 from trainer.trace import TraceStore
 
@@ -235,10 +242,12 @@ class ProducerActor:
             await self._producer.resume()
 
     async def use(self) -> dict[str, EngineUse]:
-        """What each engine has done since its process began; the dead are left out."""
+        """What each engine, and this process, has done since its process began; the dead are left
+        out.
+        """
         if self._inline is not None:
             return {"inline": use_of(self._inline)}
-        return await self._ask_engines("use")
+        return {"producer": use_without_engine(), **await self._ask_engines("use")}
 
     async def _ask_engines(self, method: str) -> dict[str, Any]:
         """What the engine processes answer; the dead are left out."""

@@ -7,15 +7,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 import actors
 from actors import ActorDied
+from actors.context import CURRENT_CALL, CallContext
 from actors.testing import LocalRuntime
 from shmstore import Store
 from shmstore.testing import unique_name
@@ -309,6 +311,27 @@ async def test_an_abort_reaches_what_was_asked_just_before_and_keeps_what_it_has
         found = await heard.have(1)
         assert_same(found["b"], generation(1, FinishReason.ABORT))
         assert list(engine.asked) == ["a"]
+
+
+async def test_the_deadline_of_one_who_asks_is_not_that_of_those_who_ask_with_him() -> None:
+    """An evaluation has one; the rollouts of the run, which go in the same message, have none."""
+    engine, heard = HeldEngine(), Heard()
+    async with linked(engine) as link:
+        deadline_ns = time.monotonic_ns() + 50_000_000
+        token = CURRENT_CALL.set(CallContext(cast(Any, None), deadline_ns=deadline_ns))
+        evaluated = [request("evaluated")]
+        link.submit(evaluated, heard)
+        CURRENT_CALL.reset(token)
+        link.submit([request("a")], heard)
+        await until(lambda: bool(engine.calls))
+        await until(lambda: time.monotonic_ns() > deadline_ns + 50_000_000)
+        engine.end({"a": generation(1)})
+        found = await heard.have(1)
+        assert_same(found["a"], generation(1))
+        token = CURRENT_CALL.set(CallContext(cast(Any, None), deadline_ns=deadline_ns))
+        link.drop(evaluated)  # as what is given up when it has passed
+        CURRENT_CALL.reset(token)
+        await until(lambda: not engine.asked)
 
 
 async def test_an_engine_ends_what_a_link_that_is_gone_had_asked() -> None:

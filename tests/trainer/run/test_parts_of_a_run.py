@@ -37,8 +37,9 @@ from trainer.run.learner_actor import (
 )
 from trainer.run.learner_link import LearnerLink, StateLost
 from trainer.run.opening import open_dispatcher, open_sources
-from trainer.run.producer_actor import groups_at_once
+from trainer.run.producer_actor import ProducerActor, groups_at_once
 from trainer.run.producer_link import ProducerLink
+from trainer.run.step_metrics import StepTimes, speed_metrics
 from trainer.run.summary import Summary
 from trainer.run.wiring import PRODUCER_OWNER
 from trainer.testing import store_group
@@ -163,6 +164,25 @@ async def test_engine_time_of_a_step_leaves_out_its_evaluation_and_not_what_was_
         await driver._evaluate()
         assert driver._use == at(15.0)
         assert driver._use_at_sync == (at(17.0) if at_sync else {})
+
+
+async def test_cpu_time_counts_a_producer_and_its_engines_together_wherever_they_are() -> None:
+    """With engines in processes of their own the producer's own time was in no metric."""
+    producer = object.__new__(ProducerActor)
+    producer._inline, producer._engines = None, {}
+    before, after = await producer.use(), await producer.use()
+    while after["producer"].process_cpu_s <= before["producer"].process_cpu_s + 1e-3:
+        after = await producer.use()
+    engine = EngineUse(10, 1.0, 1.0, 1.0, 0, 0, 0), EngineUse(20, 2.0, 2.0, 2.5, 0, 0, 0)
+    times = StepTimes(2.0, 0.1, 0.1, 0.1, engines=1, overlap=False)
+    found = speed_metrics(
+        times,
+        {"tokens_generated": 10.0, "tokens_trained": 10.0},
+        [engine, (before["producer"], after["producer"])],
+    )
+    assert found["cpu/engine_arithmetic"] == 1.0
+    assert found["cpu/producer"] > 0.5
+    assert found["engine_busy"] == 0.5
 
 
 def test_the_first_failed_rollout_is_told_at_once_and_the_rest_ever_more_rarely() -> None:

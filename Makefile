@@ -14,6 +14,11 @@ CMAKE   := env PATH="$(abspath $(VENV)/bin):$$PATH" cmake
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt $(CORE_IN)
+	@found=$$(test -x $(PY) && echo $(PY) || echo $(PYTHON)); \
+	    $$found -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "install: $$found does not run, or is older" \
+	    "than Python 3.11: make install PYTHON=python3.12 (without $(VENV), if that is of the old one)"; exit 2; }
+	@command -v $(firstword $(CXX)) >/dev/null || \
+	    { echo "install: there is no C++ compiler $(CXX); Debian and Ubuntu have it in g++ (or set CXX)"; exit 2; }
 	@echo "installing into $(VENV): 2 GB, a few minutes; pip is silent unless something is wrong"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "1 of 3: tools to build the core with"

@@ -24,6 +24,7 @@ from trainer.run.folder import RunFolder
 from trainer.run.summary import Summary
 
 if TYPE_CHECKING:
+    from trainer.dispatch import Dispatcher
     from trainer.run.learner_link import LearnerLink
 
 __all__ = ["Checkpoint", "CheckpointFailed", "read_checkpoint", "write_checkpoint"]
@@ -49,12 +50,13 @@ async def write_checkpoint(
     folder: RunFolder,
     train_step: int,
     learner: LearnerLink,
-    frozen: snapshot.Frozen,
+    dispatcher: Dispatcher,
     totals: dict[str, Any],
 ) -> Path:
-    """Writes the state after `train_step`, with what `Dispatcher.freeze` gave, which is thawed.
-    Raises CheckpointFailed; the run may go on without it.
+    """Writes the state after `train_step`. Raises CheckpointFailed; the run may go on without
+    it.
     """
+    frozen = dispatcher.freeze()  # this moment; the payloads are pinned, not copied
     written = False
     try:
         async with folder.new_checkpoint(train_step) as draft:

@@ -26,12 +26,13 @@ def run_doctor(*, clean: bool, as_json: bool) -> int:
     from actors.rundir import dead_runs, sweep
     from shmstore.cli import main as store_main
 
-    found = sweep() if clean else dead_runs()
     arguments = ["doctor"] + (["--clean"] if clean else []) + (["--json"] if as_json else [])
+    if not as_json:
+        for name, value in machine_report().items():
+            print(f"{name:<16} {value}")
+    found = sweep() if clean else dead_runs()
     if as_json:
         return store_main(arguments)
-    for name, value in machine_report().items():
-        print(f"{name:<16} {value}")
     for name in found:
         text = f"socket folder of the dead run {name}"
         print(f"removed the {text}" if clean else f"{text}; the next run removes it")
@@ -40,20 +41,34 @@ def run_doctor(*, clean: bool, as_json: bool) -> int:
 
 def machine_report() -> dict[str, Any]:
     """Facts that explain most failures to start, without importing torch."""
-    usage = shutil.disk_usage(_SHM)
     report: dict[str, Any] = {
         "python": sys.version.split()[0],
         "cores": len(os.sched_getaffinity(0)),
-        "shared memory": f"{usage.free >> 20} MiB free of {usage.total >> 20} MiB in {_SHM}",
+        **_shared_memory(),
     }
-    if usage.total < _SHM_BYTES_WARN:
-        report["warning"] = (
-            f"{_SHM} is small; in a container raise it (docker run --shm-size=4g), or lower "
-            "store.capacity"
-        )
     for package in _PACKAGES:
         report[package] = _version(package)
     return report
+
+
+def _shared_memory() -> dict[str, str]:
+    try:
+        usage = shutil.disk_usage(_SHM)
+    except OSError as error:
+        return {
+            "shared memory": f"none: {error}",
+            "warning": f"no run can begin without {_SHM} (mount -t tmpfs tmpfs {_SHM})",
+        }
+    found = f"{usage.free >> 20} MiB free of {usage.total >> 20} MiB in {_SHM}"
+    if not os.access(_SHM, os.W_OK | os.X_OK):
+        return {"shared memory": found, "warning": f"{_SHM} cannot be written: no run can begin"}
+    if usage.total < _SHM_BYTES_WARN:
+        small = (
+            f"{_SHM} is small; in a container raise it (docker run --shm-size=4g), or lower "
+            "store.capacity"
+        )
+        return {"shared memory": found, "warning": small}
+    return {"shared memory": found}
 
 
 def _version(package: str) -> str:

@@ -229,6 +229,7 @@ class _Run:
         check_capacity(self.config, ready)
         weights = await parts.learner.publish(ready.train_step)
         await dispatcher.set_steps(train_step=ready.train_step + 1, model_step=ready.train_step)
+        await parts.producer.begin(weights, dispatcher, desk)
         metrics = self._metrics()
         driver = Driver(
             self.config,
@@ -243,10 +244,8 @@ class _Run:
             alarm.moved,
         )
         try:
-            await parts.producer.begin(weights, dispatcher, desk)
             await beside((parts.producer.supervise(), alarm.ring()), driver.run(self.stop))
         finally:
-            driver.close()
             metrics.close()
         return True
 

@@ -97,7 +97,9 @@ class StoredPath:
         """What the engine is asked to continue; -> all tokens, those with known routing."""
         tokens = joined(self._tokens + self.said)
         if not len(tokens):
-            raise EngineError("generate without any content: there is no token to continue from")
+            chat = self._context.prompt.messages is not None
+            hint = "; the prompt is a chat: say its messages, for its text is None" if chat else ""
+            raise EngineError(f"generate without any content: no token to continue from{hint}")
         self._n_routed_asked = self.n_routed
         return tokens, self.n_routed
 

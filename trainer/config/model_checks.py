@@ -19,7 +19,7 @@ from trainer.config.schema import Config
 from trainer.model.config import ModelConfig
 from trainer.model.hf_config import HFFields, architectures, fields_of, kinds_text
 
-__all__ = ["check_model", "context_of", "experts_of", "has_chat_template"]
+__all__ = ["check_model", "context_of", "experts_of", "has_chat_template", "has_tokenizer"]
 
 _Found = Iterator[tuple[str, str]]
 
@@ -106,6 +106,11 @@ def context_of(model: ModelConfig) -> int | None:
         else fields.value(given, "max_position_embeddings")
     )
     return value if isinstance(value, int) else None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer can be read from `folder`."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -251,7 +256,7 @@ def _gguf(name: str) -> _Found:
 
 
 def _tokenizer_folder(field: str, folder: Path) -> _Found:
-    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZERS):
+    if folder.is_dir() and not has_tokenizer(folder):
         yield field, f"{str(folder)!r} holds no tokenizer ({', '.join(_TOKENIZERS)})"
     elif not folder.is_dir() and field == "model.tokenizer":
         yield field, f"{str(folder)!r} is neither auto nor char nor a folder (from {Path.cwd()})"

@@ -54,7 +54,8 @@ class RunConfig:
     )
     deterministic: bool = _opt(
         False,
-        "Bit-identical repeats on the CPU; needs the sync schedule and torch's deterministic mode.",
+        "Bit-identical repeats on the CPU; needs the sync schedule and torch's deterministic mode. "
+        "Engines then compute one sequence at a time: generation takes several times as long.",
     )
 
 

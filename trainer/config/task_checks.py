@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from trainer.config.model_checks import has_chat_template
+from trainer.config.model_checks import has_chat_template, has_tokenizer
 from trainer.config.schema import Config, TaskConfig
 from trainer.config.target_checks import environment_problems, judge_problems, tool_problems
 from trainer.environments.sources import (
@@ -112,7 +112,8 @@ def _prompts(config: Config, task: TaskConfig) -> _Found:
             "source.system to null, or remove warmup",
         )
     folder = config.model.path if config.model.tokenizer == "auto" else config.model.tokenizer
-    if folder is not None and Path(folder).is_dir() and not has_chat_template(Path(folder)):
+    place = Path(folder) if folder is not None else None
+    if place is not None and has_tokenizer(place) and not has_chat_template(place):
         yield (
             "source.chat",
             f"gives messages, but the tokenizer in {folder!r} has no chat template: give prompts "

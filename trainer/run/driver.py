@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,6 @@ from trainer.schedule import ScheduleConfig, ScheduleParts, StepReport, run_sche
 if TYPE_CHECKING:
     from trainer.dispatch import Dispatcher
     from trainer.run.wiring import Parts
-    from trainer.snapshot import Frozen
 
 __all__ = ["Driver"]
 
@@ -91,21 +91,10 @@ class Driver:
         self._use: dict[str, EngineUse] = {}
         self._use_at_sync: dict[str, EngineUse] = {}
         self._cpu_s = time.process_time()
-        self._moment: Frozen | None = None
-        """Of a deterministic run: what a checkpoint of the last step consists of, noted before
-        anything of the next was produced, so that a resumed run does what this one does next.
-        """
-        self._note_moment()
         self._saved = _Written(train_step if train_step else -1)
         self._exported = _Written(-1)
         self._model_step = train_step
         self.train_step = train_step
-
-    def close(self) -> None:
-        """Lets go of what was noted for a checkpoint."""
-        if self._moment is not None:
-            self._moment.thaw()
-            self._moment = None
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -158,6 +147,9 @@ class Driver:
 
     async def train(self, batch: Batch, train_step: int) -> Mapping[str, float]:
         """One step in the learner's process, with its time; the schedule's learner part."""
+        if self._config.run.deterministic:  # in which order groups end, their times say
+            groups = sorted(batch.groups, key=lambda group: group.uid)
+            batch = dataclasses.replace(batch, groups=tuple(groups))
         if self._wants(self._config.metrics.trajectories_every, train_step):
             try:
                 await write_trajectories(self._folder, train_step, batch, self._parts.store)
@@ -169,7 +161,6 @@ class Driver:
         clock, self._clock = self._clock, _Clock(now)
         self._moved(f"step {train_step} was trained")
         self.train_step = train_step
-        self._note_moment()
         return {**done.metrics, "step_s": now - clock.began - clock.aside_s}
 
     async def _sync(self, model_step: int, mode: SyncMode) -> None:
@@ -254,20 +245,16 @@ class Driver:
         if reward is not None:
             self._summary.evals.append(reward)
 
-    def _note_moment(self) -> None:
-        if self._config.run.deterministic:
-            self.close()
-            self._moment = self._dispatcher.freeze()
-
     async def _checkpoint(self, step: int) -> Sequence[str]:
         """Why the checkpoint of `step` is not on disk, if so; what failed is not tried again."""
         if self._saved.step == step:
             return self._saved.problems
         totals = self._summary.totals()
-        frozen, self._moment = self._moment or self._dispatcher.freeze(), None
         problems: tuple[str, ...] = ()
         try:
-            await write_checkpoint(self._folder, step, self._parts.learner, frozen, totals)
+            await write_checkpoint(
+                self._folder, step, self._parts.learner, self._dispatcher, totals
+            )
             await asyncio.to_thread(self._folder.prune_checkpoints, self._config.checkpoint.keep)
         except CheckpointFailed as error:
             problems = (str(error),)

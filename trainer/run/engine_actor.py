@@ -8,6 +8,7 @@ the current weights before it is asked.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from trainer.run.engine_link import ServedEngine
 if TYPE_CHECKING:
     from shmstore import Store
     from trainer.engine.torch_engine import TorchEngine
+    from trainer.model.config import EngineConfig
 
 __all__ = [
     "EngineActor",
@@ -112,8 +114,19 @@ def make_engine(config: Config, threads: int, store: Store) -> tuple[TorchEngine
     def load(_model: Any, version: WeightsVersion) -> None:
         reader.load(version)
 
-    engine = TorchEngine(model, tokenizer, config.engine, load_weights=load)
+    engine = TorchEngine(model, tokenizer, _repeatable(config), load_weights=load)
     return engine, tokenizer
+
+
+def _repeatable(config: Config) -> EngineConfig:
+    """The engine's fields; of a deterministic run such that it computes one sequence at a time, and
+    each from its beginning: the last bits depend on what else is in a pass, and that on time.
+    """
+    engine = config.engine
+    if not config.run.deterministic:
+        return engine
+    asked_max = engine.waiting_max + engine.max_batch
+    return dataclasses.replace(engine, max_batch=1, prefix_bytes=0, waiting_max=asked_max - 1)
 
 
 def use_of(engine: TorchEngine) -> EngineUse:

@@ -13,11 +13,11 @@ engine ends what a link that is gone had asked. Belong to one loop each.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import math
 import pickle
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -71,7 +71,7 @@ class EngineLink:
     ) -> None:
         """See `Submits`. Those of a process that dies are answered with its `ActorDied`."""
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._send, context=_nobodys())
+            asyncio.get_running_loop().call_soon(self._send)
         self._asked.update(dict.fromkeys(requests, answered))
         self._unsent += requests
 
@@ -79,13 +79,13 @@ class EngineLink:
         """See `Submits`."""
         dropped = {request for request in requests if self._asked.pop(request, None) is not None}
         unsent = dropped.intersection(self._unsent)
-        if dropped != unsent:  # they end, and nobody hears of it
+        if dropped != unsent:  # they end, and nobody hears of it, also when a deadline has passed
             ids = [request.request_id for request in dropped - unsent]
-            _nobodys().run(self._engine.abort, ids).add_done_callback(_forget)
+            Context().run(self._engine.abort, ids).add_done_callback(_forget)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """As `Engine.abort`, also of what is about to be sent."""
-        _nobodys().run(self._send)
+        self._send()
         count: int = await self._engine.abort(request_ids)
         return count
 
@@ -109,8 +109,10 @@ class EngineLink:
             self._send_together(requests)
 
     def _send_together(self, requests: list[GenerateRequest]) -> None:
+        # Several may have asked: one's deadline and chain of callers are not the others'.
+        context = Context()
         try:
-            stream = self._engine.answers.stream(requests)
+            stream = context.run(self._engine.answers.stream, requests)
         except Exception as error:  # cannot be carried, no room: whose fault it is, is to be found
             if len(requests) == 1:
                 self._fail(requests, error)
@@ -118,7 +120,8 @@ class EngineLink:
                 for request in requests:
                     self._send_together([request])
         else:
-            reader = asyncio.get_running_loop().create_task(self._read(requests, stream))
+            reading = self._read(requests, stream)
+            reader = asyncio.get_running_loop().create_task(reading, context=context)
             self._readers.add(reader)
             reader.add_done_callback(self._readers.discard)
 
@@ -126,6 +129,7 @@ class EngineLink:
         try:
             async for parcel in stream:
                 self._tell([(requests[place], answer) for place, answer in _unpacked(parcel)])
+                del parcel  # its routing is an object of the arena, and the next may take long
         except Exception as error:  # death, or whatever the engine refuses them all for
             self._fail(requests, error)
 
@@ -144,14 +148,14 @@ class EngineLink:
             answered(theirs)
 
 
-class Served(Submits, Engine, Protocol):
+class _Served(Submits, Engine, Protocol):
     """An engine that answers by a call."""
 
 
 class ServedEngine:
     """An engine as links call it; the base of its actor."""
 
-    def __init__(self, engine: Served) -> None:
+    def __init__(self, engine: _Served) -> None:
         self._served = engine
 
     async def describe(self) -> EngineInfo:
@@ -190,13 +194,6 @@ class ServedEngine:
     async def load_weights(self, weights: WeightsVersion, mode: SyncMode = "pause") -> None:
         """As `Engine.load_weights`."""
         await self._served.load_weights(weights, mode)
-
-
-def _nobodys() -> contextvars.Context:
-    """For what is not of one call alone: a message carries requests of many, of which one may have
-    a deadline; and what such a call has left is ended after its deadline.
-    """
-    return contextvars.Context()
 
 
 def _packed(answers: Sequence[tuple[int, Generation | Exception]]) -> Iterator[Parcel]:

@@ -16,6 +16,7 @@ from shmstore import Store
 from tests.trainer.lifecycle.kit import (
     WIDE,
     OneTurn,
+    Questions,
     SubmittedEngine,
     desk,
 )
@@ -142,6 +143,24 @@ def test_L13_an_environment_without_a_turn_fails_its_rollout(store: Store) -> No
             assert made.producer.report().errors == {
                 "the environment ended without a turn of the model": 2
             }
+
+    run_virtual(main())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chats(Questions):
+    def prompt(self, index: int) -> Prompt:
+        told = ({"role": "user", "content": f"question {index}"},)
+        return Prompt(f"{self.task}/{index}", self.task, messages=told, answer=index)
+
+
+def test_L13_an_environment_that_asks_a_chat_for_its_text_is_told_so(store: Store) -> None:
+    async def main() -> None:
+        sources = {"math": _Chats(size=1)}
+        async with desk(store, environment=OneTurn(), sources=sources, epochs=1) as made:
+            await asyncio.sleep(1)
+            (text,) = made.producer.report().errors
+            assert text.endswith("the prompt is a chat: say its messages, for its text is None")
 
     run_virtual(main())
 

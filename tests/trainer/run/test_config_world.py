@@ -179,6 +179,8 @@ def test_messages_need_a_chat_template_and_no_warm_up(tmp_path: Path) -> None:
     text = folder_of_a_model(tmp_path / "model")
     chat = text.replace("render: compact_sorting", "chat: true")
     assert "no chat template" in mistakes(tmp_path, chat)["tasks[0].source.chat"]
+    (tmp_path / "model/tokenizer.json").unlink()
+    assert "tasks[0].source.chat" not in mistakes(tmp_path, chat), "of no tokenizer nothing more"
     warm = GOOD.replace("render: compact_sorting", "chat: true") + "warmup: {target: 0.3}\n"
     assert "plain prompt text" in mistakes(tmp_path, warm)["tasks[0].source.chat"]
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 import actors
 from actors import ActorDied
+from actors.context import CURRENT_CALL, CallContext
 from actors.testing import LocalRuntime
 from shmstore import Store
 from shmstore.testing import unique_name
@@ -284,6 +286,25 @@ async def test_routing_goes_through_the_arena_and_no_parcel_grows_beyond_its_lim
             assert_same(found[name], one)
 
 
+async def test_a_batch_that_waits_for_its_last_answer_keeps_no_bytes_of_the_others() -> None:
+    engine, heard = HeldEngine(), Heard()
+    long = generation(2)
+    long.routed_experts = np.ones((300, 24, 16), np.uint8)
+    async with LocalRuntime(store="16MiB", name=unique_name("link")) as runtime:
+        used = runtime.store.stats().used
+        link = EngineLink(await runtime.host(ServedEngine(engine), name="engine"))
+        link.submit([request("a"), request("b")], heard)
+        await until(lambda: bool(engine.calls))
+        engine.end({"a": long})
+        await heard.have(1)
+        assert runtime.store.stats().used > used
+        heard.answers.clear()
+        await until(lambda: runtime.store.stats().used == used)
+        engine.end({"b": generation(1)})
+        await heard.have(1)
+        await link.aclose()
+
+
 async def test_what_is_dropped_ends_and_is_not_heard_of_sent_or_not() -> None:
     engine, heard = HeldEngine(), Heard()
     asked = [request(name) for name in "abc"]
@@ -311,73 +332,25 @@ async def test_an_abort_reaches_what_was_asked_just_before_and_keeps_what_it_has
         assert list(engine.asked) == ["a"]
 
 
-class Evaluating:
-    """An actor in whose call, which has a deadline, one of two requests is made."""
-
-    def __init__(self, link: EngineLink, heard: Heard, aborts: bool) -> None:
-        self._link, self._heard, self._aborts = link, heard, aborts
-        self._go = asyncio.Event()
-
-    async def train(self) -> None:
-        self._training = asyncio.get_running_loop().create_task(self._train())
-
-    async def _train(self) -> None:
-        await self._go.wait()
-        self._link.submit([request("train")], self._heard)
-
-    async def evaluate(self) -> None:
-        self._go.set()
-        if self._aborts:
-            await asyncio.sleep(0)  # it is asked, and not sent
-            await self._link.abort(["another"])
-        else:
-            self._link.submit([request("eval")], self._heard)
-        await asyncio.get_running_loop().create_future()
-
-
-@pytest.mark.parametrize("aborts", [False, True])
-async def test_the_deadline_of_one_call_is_not_that_of_what_others_ask_in_the_same_message(
-    aborts: bool,
-) -> None:
+async def test_the_deadline_of_one_who_asks_is_not_that_of_those_who_ask_with_him() -> None:
+    """An evaluation has one; the rollouts of the run, which go in the same message, have none."""
     engine, heard = HeldEngine(), Heard()
-    async with LocalRuntime(name=unique_name("link")) as runtime:
-        link = EngineLink(await runtime.host(ServedEngine(engine), name="engine"))
-        actor: Any = await runtime.host(Evaluating(link, heard, aborts), name="evaluating")
-        await actor.train()
-        with pytest.raises(actors.CallTimeout):
-            await actor.evaluate.using(timeout=0.2)()
-        (together,) = [[one.request_id for one in asked] for asked in engine.calls]
-        assert together == (["train"] if aborts else ["eval", "train"])
-        engine.end({"train": generation(2)})
-        await until(lambda: "train" in heard.answers)
-        assert_same(heard.answers["train"], generation(2))
-        await link.aclose()
-
-
-class Dropping:
-    """An actor whose call asks, and at its deadline drops what it asked."""
-
-    def __init__(self, link: EngineLink) -> None:
-        self._link = link
-
-    async def evaluate(self) -> None:
-        asked = [request("eval")]
-        self._link.submit(asked, Heard())
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            self._link.drop(asked)
-
-
-async def test_what_a_call_drops_at_its_deadline_ends_in_the_engine() -> None:
-    engine = HeldEngine()
-    async with LocalRuntime(name=unique_name("link")) as runtime:
-        link = EngineLink(await runtime.host(ServedEngine(engine), name="engine"))
-        actor: Any = await runtime.host(Dropping(link), name="evaluating")
-        with pytest.raises(actors.CallTimeout):
-            await actor.evaluate.using(timeout=0.2)()
-        await until(lambda: bool(engine.calls) and not engine.asked)
-        await link.aclose()
+    async with linked(engine) as link:
+        deadline_ns = time.monotonic_ns() + 50_000_000
+        token = CURRENT_CALL.set(CallContext(cast(Any, None), deadline_ns=deadline_ns))
+        evaluated = [request("evaluated")]
+        link.submit(evaluated, heard)
+        CURRENT_CALL.reset(token)
+        link.submit([request("a")], heard)
+        await until(lambda: bool(engine.calls))
+        await until(lambda: time.monotonic_ns() > deadline_ns + 50_000_000)
+        engine.end({"a": generation(1)})
+        found = await heard.have(1)
+        assert_same(found["a"], generation(1))
+        token = CURRENT_CALL.set(CallContext(cast(Any, None), deadline_ns=deadline_ns))
+        link.drop(evaluated)  # as what is given up when it has passed
+        CURRENT_CALL.reset(token)
+        await until(lambda: not engine.asked)
 
 
 async def test_an_engine_ends_what_a_link_that_is_gone_had_asked() -> None:

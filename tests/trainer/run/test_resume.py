@@ -144,7 +144,7 @@ k.RemoteDesk.put_all, d.write_checkpoint = some_and_then_the_signal, noted
 def test_L25_resumed_after_ctrl_c_in_production_the_history_is_that_of_an_uninterrupted_run(
     tmp_path: Path, uninterrupted: tuple[runs.Result, runs.Run], trained: int
 ) -> None:
-    """Of the step under way nothing is kept, and all of it is sampled again as it was."""
+    """What had been made of the step under way is kept; the rest is sampled as without it."""
     expected, whole = uninterrupted
     prelude = CTRL_C_IN_PRODUCTION.format(groups=4 * trained + 1)
     broken = runs.start(tmp_path, *EXACT, prelude=prelude)
@@ -152,7 +152,7 @@ def test_L25_resumed_after_ctrl_c_in_production_the_history_is_that_of_an_uninte
     assert (first.status, first.summary["steps"]) == (130, trained), first.stderr
     assert (broken.folder / "checkpoints/latest").read_text() == f"step-{trained}\n"
     kept = SnapshotReader(broken.folder / f"checkpoints/step-{trained}/buffer")
-    assert kept.json("groups.json", list[Any]) == []
+    assert len(kept.json("groups.json", list[Any])) == 1
     runs.check_clean(first, broken.name)
     check_same_history(expected, whole, runs.resume(broken.folder).result(), broken)
 

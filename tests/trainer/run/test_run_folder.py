@@ -19,6 +19,7 @@ import trainer.cli
 import trainer.run.eval_run
 import trainer.run.folder
 from actors.codec import make_remote_error
+from actors.errors import UsageError
 from actors.rundir import check_name
 from shmstore import OutOfMemory, Store, StoreExists, StoreFull, TableFull
 from shmstore.testing import unique_name
@@ -384,6 +385,36 @@ def test_doctor_names_the_socket_folders_of_dead_runs_and_removes_none_unasked(
     trainer.cli.main(["doctor"])
     assert "socket folder of the dead run killed; the next run removes" in capsys.readouterr().out
     assert (tmp_path / "killed/lock").exists()
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_doctor_says_what_keeps_every_run_from_beginning(
+    missing: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = tmp_path / "none" if missing else tmp_path
+    monkeypatch.setattr("trainer.doctor._SHM", str(place))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    trainer.cli.main(["doctor"])
+    told = capsys.readouterr().out
+    assert ("shared memory    none: [Errno 2]" in told) == missing
+    assert (f"no run can begin without {place}" in told) == missing
+    assert (f"{place} cannot be written: no run can begin" in told) != missing
+
+
+def test_doctor_tells_of_the_machine_where_no_folder_of_sockets_can_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> Path:
+        raise UsageError("/tmp/shmrl-0 cannot be made: Read-only file system")
+
+    monkeypatch.setattr("actors.rundir.runs_root", refuse)
+    assert trainer.cli.main(["doctor"]) == 1
+    told = capsys.readouterr()
+    assert told.out.startswith("python ")
+    assert "cannot be made" in told.err
 
 
 def test_doctor_says_what_its_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shmstore import StoreFull
 from trainer.engine.protocol import (
     Answers,
     Engine,
@@ -130,6 +131,12 @@ class EngineLink:
             async for parcel in stream:
                 self._tell([(requests[place], answer) for place, answer in _unpacked(parcel)])
                 del parcel  # its routing is an object of the arena, and the next may take long
+        except StoreFull as error:  # for some of the answers; what the others are is not known
+            if len(requests) == 1:
+                self._fail(requests, error)
+            else:
+                for request in [one for one in requests if one in self._asked]:
+                    self._send_together([request])
         except Exception as error:  # death, or whatever the engine refuses them all for
             self._fail(requests, error)
 

@@ -19,7 +19,7 @@ import actors
 from actors import ActorDied
 from actors.context import CURRENT_CALL, CallContext
 from actors.testing import LocalRuntime
-from shmstore import Store
+from shmstore import Store, StoreFull
 from shmstore.testing import unique_name
 from tests.trainer.lifecycle.cast import EngineProcess
 from trainer.engine.protocol import (
@@ -303,6 +303,36 @@ async def test_a_batch_that_waits_for_its_last_answer_keeps_no_bytes_of_the_othe
         engine.end({"b": generation(1)})
         await heard.have(1)
         await link.aclose()
+
+
+def fill(store: Store, size: int) -> None:
+    while True:
+        store.put(bytes(size), session="ballast")
+
+
+async def test_an_answer_for_which_the_arena_has_no_room_fails_alone() -> None:
+    """Those that came or would have come with it are asked for again, each in its own message."""
+    engine, heard = HeldEngine(), Heard()
+    name = unique_name("link")
+    async with LocalRuntime(store="4MiB", name=name) as runtime:
+        link = EngineLink(await runtime.host(ServedEngine(engine), name="engine"))
+        assert runtime.store is not None
+        runtime.store.sessions.open("ballast", owner="somebody")
+        for size in (1 << 16, 64):
+            with pytest.raises(StoreFull):
+                fill(runtime.store, size)
+        link.submit([request(name) for name in "abc"], heard)
+        await until(lambda: len(engine.calls) == 1)
+        engine.end({"a": generation(1), "b": generation(2, rows=20_000)})
+        await until(lambda: len(engine.calls) == 4)
+        engine.end({"a": generation(1), "b": generation(2, rows=20_000), "c": generation(3)})
+        found = await heard.have(3)
+        assert_same(found["a"], generation(1))
+        assert isinstance(found["b"], StoreFull)
+        assert_same(found["c"], generation(3))
+        runtime.store.sessions.release_owned("somebody")
+        await link.aclose()
+    assert name not in Store.list()
 
 
 async def test_what_is_dropped_ends_and_is_not_heard_of_sent_or_not() -> None:

@@ -282,6 +282,10 @@ class Conversation:
             raise RolloutAborted
         if generation.finish_reason is FinishReason.ERROR:
             raise EngineError(generation.error or "the engine reported an error without a text")
+        if not len(sampled) and not self._before:
+            raise EngineError(
+                f"the engine returned no token, and ended for {generation.finish_reason.value}"
+            )
         if self._before:
             tokens = np.concatenate([*self._before, sampled])
             return self._finish_turn(tokens, generation.finish_reason)

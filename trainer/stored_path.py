@@ -26,6 +26,7 @@ from trainer.engine.protocol import Generation
 from trainer.errors import EngineError
 from trainer.group_context import GroupContext, Tokens, joined, same
 from trainer.record import Recorded
+from trainer.rollout import FinishReason
 from trainer.segment import IGNORE_LABEL, NO_MODEL_STEP, Segment
 
 __all__ = ["StoredPath", "checked", "said_segment"]
@@ -288,6 +289,8 @@ def checked(context: GroupContext, generation: Generation, n_before: int) -> Gen
             f"the engine returned {k} tokens, {len(generation.logprobs)} log-probs and "
             f"{len(generation.model_steps)} model steps"
         )
+    if not isinstance(generation.finish_reason, FinishReason):
+        raise EngineError(f"the engine returned no FinishReason: {generation.finish_reason!r:.100}")
     routed = generation.routed_experts
     if context.routing_type is None or k == 0:
         if routed is not None:

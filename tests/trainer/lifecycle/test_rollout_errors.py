@@ -8,7 +8,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -182,6 +182,12 @@ class _Broken(ScriptedEngine):
                 generation.routed_experts = generation.routed_experts[1:]
             elif self.flaw == "log-probs":
                 generation.logprobs = generation.logprobs[:-1]
+            elif self.flaw == "reason":
+                generation.finish_reason = cast(Any, "stop")
+            elif self.flaw == "no tokens":
+                for name in ("token_ids", "logprobs", "model_steps"):
+                    setattr(generation, name, getattr(generation, name)[:0])
+                generation.finish_reason = FinishReason.STOP
             else:
                 generation.finish_reason = FinishReason.ERROR
                 generation.error = "out of pages"
@@ -199,6 +205,8 @@ class _BrokenByCall(SubmittedEngine, _Broken):
         ("no routing", "without routed experts"),
         ("short routing", "routed experts have shape"),
         ("log-probs", "log-probs and"),
+        ("reason", "EngineError: the engine returned no FinishReason: 'stop'"),
+        ("no tokens", "EngineError: the engine returned no token, and ended for stop"),
         ("error", "EngineError: out of pages"),
     ],
 )

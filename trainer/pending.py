@@ -174,10 +174,8 @@ class PendingGroup:
             return None
         try:
             return one_turn(prompt)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # it ends no run; what comes out of the environment counts (L13)
+        # Whatever it raises ends no run: what comes out of the environment counts (L13).
+        except (Exception, SystemExit) as error:
             _log.warning(
                 "one_turn of %s: %s; its environment is run", prompt.uid, error_text(error)
             )
